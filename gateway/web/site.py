@@ -1,16 +1,14 @@
 """The public listener's own paths: models, health, and errors with a suggestion for all others.
 
-Pages for browsers, of both listeners, are files that are held in memory and sent under a strict
-content policy. They hold no data and need no key: what a page shows, its scripts ask for with the
-key that somebody types into it. There is no build step, and nothing is loaded from elsewhere.
+Pages for browsers, of both listeners, are files that are sent under a strict content policy. They
+hold no data and need no key: what a page shows, its scripts ask for with the key that somebody
+types into it. There is no build step, and nothing is loaded from elsewhere.
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -24,6 +22,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import errors
@@ -528,14 +527,6 @@ def _largest(sizes: Iterable[int | None]) -> int | None:
     return max((size for size in sizes if size is not None), default=None)
 
 
-# By suffix; files with another one are not served.
-CONTENT_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
-
 # No inline script or style, no other origin, and no text that becomes markup but lit's own
 # templates.
 CONTENT_SECURITY_POLICY = (
@@ -557,48 +548,25 @@ SECURITY_HEADERS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class StaticFile:
-    """One file in memory."""
-
-    content: bytes
-    content_type: str
-    etag: str
-
-
-@functools.cache
-def load_files(folder: Path) -> Mapping[str, StaticFile]:
-    """The files of pages by their path below `folder`, read once. Raises: OSError."""
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        content_type = CONTENT_TYPES.get(path.suffix)
-        if content_type is not None and path.is_file():
-            content = path.read_bytes()
-            etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-            found[path.relative_to(folder).as_posix()] = StaticFile(content, content_type, etag)
-    return found
-
-
-@dataclass(frozen=True, slots=True)
 class StaticPage:
-    """One page: `name` is that of its HTML among `files`."""
+    """One page and the files that it needs: of those in `folder` only `names` are served."""
 
-    name: str
-    files: Mapping[str, StaticFile]
+    def __init__(self, name: str, folder: Path, names: Iterable[str]) -> None:
+        self._name = name
+        self._names = frozenset(names)
+        self._files = StaticFiles(directory=folder)
 
     async def page(self, request: Request) -> Response:
         """The page itself."""
-        return self._response(request, self.name)
+        return await self._response(request, self._name)
 
     async def file(self, request: Request) -> Response:
         """A file that the page needs. Raises: GatewayError 404."""
-        return self._response(request, request.path_params["file"])
+        return await self._response(request, request.path_params["file"])
 
-    def _response(self, request: Request, name: str) -> Response:
-        file = self.files.get(name)
-        if file is None:
+    async def _response(self, request: Request, name: str) -> Response:
+        if name not in self._names:
             raise errors.not_found(request.scope["path"], None)
-        headers = {**SECURITY_HEADERS, "etag": file.etag}
-        if request.headers.get("if-none-match") == file.etag:
-            return Response(status_code=304, headers=headers)
-        return Response(file.content, headers={**headers, "content-type": file.content_type})
+        response = await self._files.get_response(name, request.scope)
+        response.headers.update(SECURITY_HEADERS)
+        return response
