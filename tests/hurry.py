@@ -12,8 +12,8 @@ import pytest
 
 from gateway.admin.live import LiveFeed
 from gateway.callers.stored_keys import KeySync
+from gateway.config.watch import changed_files
 from gateway.events import DEFER_SECONDS
-from gateway.http.certificates import changed_files
 from gateway.store.store import Store
 from gateway.stored.batch_registry import BatchUpkeep
 from gateway.stored.webhooks import WebhookSender

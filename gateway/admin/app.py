@@ -32,12 +32,13 @@ from gateway.errors import GatewayError
 from gateway.watch.metrics import CONTENT_TYPE, Metrics
 from gateway.web.asgi import Endpoint, HealthEndpoints, asgi_app, routes_by_path
 from gateway.web.files import FileEndpoints
-from gateway.web.site import KeptForCallers, StaticPage, batch_access, load_files
+from gateway.web.site import KeptForCallers, StaticPage, batch_access
 
 VIEWER, OPERATOR, ADMIN = AdminRole.VIEWER, AdminRole.OPERATOR, AdminRole.ADMIN
 
 STATIC_FOLDER = Path(__file__).parent / "static"
 PAGE = "index.html"
+PAGE_SUFFIXES = frozenset({".html", ".css", ".js", ".svg"})
 FILES_PATH = "/dashboard/"  # the path of the page's files
 
 
@@ -59,7 +60,7 @@ class AdminEndpoints:
         fleet, scheduler, handler = gateway.fleet, gateway.scheduler, gateway.handler
         access, view = batch_access(handler, kept), live.view
         name_of = gateway.key_sync.key_ring.name_of
-        self.dashboard = DashboardPages(StaticPage(PAGE, load_files(STATIC_FOLDER)))
+        self.dashboard = DashboardPages(StaticPage(PAGE, STATIC_FOLDER, page_files()))
         self.live = live
         self.timeline = TimelineEndpoint(scheduler, time.time, name_of)
         self.playground = Playground(handler)
@@ -314,8 +315,13 @@ CALLER_PAGE_FILES = (
 
 def caller_page() -> StaticPage:
     """The page of the public listener on which callers see their own use."""
-    files = load_files(STATIC_FOLDER)
-    return StaticPage("me.html", {name: files[name] for name in CALLER_PAGE_FILES})
+    return StaticPage("me.html", STATIC_FOLDER, CALLER_PAGE_FILES)
+
+
+def page_files() -> list[str]:
+    """The files of the dashboard by their paths, without licences and digests."""
+    found = (one for one in STATIC_FOLDER.rglob("*") if one.suffix in PAGE_SUFFIXES)
+    return [one.relative_to(STATIC_FOLDER).as_posix() for one in found]
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,11 +30,12 @@ from gateway.config.versions import (
     difference,
     find_version,
 )
+from gateway.config.watch import changed_files
 from gateway.edges.supervisor import Edges
 from gateway.errors import GatewayError
 from gateway.events import EventBus, InventoryChanged, SettingsChanged
 from gateway.forward.in_flight import InFlightRegistry
-from gateway.http.certificates import ListenerCertificates, ServerCertificate, changed_files
+from gateway.http.certificates import ListenerCertificates, ServerCertificate
 from gateway.nodes.fleet import Fleet
 from gateway.schedule.model_placer import ModelPlacer
 from gateway.schedule.scheduler import Scheduler

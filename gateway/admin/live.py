@@ -53,7 +53,7 @@ from gateway.watch.problems import (
     QueueCondition,
     find_problems,
 )
-from gateway.web.asgi import HealthEndpoints, in_steps
+from gateway.web.asgi import HealthEndpoints, encoded_rows, in_steps
 
 MOST_CELLS = 64  # slots of a node that are drawn; `slots_total` counts them all
 MOST_FILL = 8  # how full a slot's cell can be: the parts of the expected time that have passed
@@ -582,7 +582,7 @@ class LiveFeed:
                     return
                 follows, seen = frame.follows is seen.state, frame
                 if follows:
-                    yield frame.update(is_operator=is_operator)
+                    yield frame.updates[is_operator]
                 else:
                     yield await frame.snapshot(is_operator=is_operator)
         finally:
@@ -611,15 +611,14 @@ def live_feed(gateway: GatewayControl, drain_deadlines: DrainDeadlines) -> LiveF
 
 @dataclass(slots=True, eq=False)
 class Frame:
-    """The live view at one moment, and what has changed since the one before."""
+    """The live view at one moment, as the events that watchers get."""
 
     state: LiveState
     history: Callable[[], Mapping[str, Any]]
-    follows: LiveState | None = None  # the state that `update` begins from
-    changes: dict[str, Any] = field(default_factory=dict)
-    request_changes: dict[str, Any] = field(default_factory=dict)
+    follows: LiveState | None = None  # the state that the updates begin from
+    updates: dict[bool, bytes] = field(default_factory=dict)
+    """The event with what has changed since: by whether it is for operators."""
     _snapshots: dict[bool, bytes] = field(default_factory=dict, init=False)
-    _updates: dict[bool, bytes] = field(default_factory=dict, init=False)
     _encoding: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     @classmethod
@@ -634,62 +633,47 @@ class Frame:
         if before is None:
             return cls(after, history)
         nodes, gone = await changed_rows("name", before.nodes, after.nodes)
-        requests, ended = None, None
-        if after.requests is not None:
-            requests, ended = await changed_rows("id", before.requests or {}, after.requests)
+        requests, ended = await changed_rows("id", before.requests or {}, after.requests or {})
         changes = {
-            "at": after.at,
-            "nodes": nodes or None,
-            "gone_nodes": gone or None,
-            "summary": None if after.summary == before.summary else after.summary,
-            "waiting": None if after.waiting == before.waiting else after.waiting,
+            "nodes": nodes,
+            "gone_nodes": gone,
+            "summary": after.summary if after.summary != before.summary else None,
             "point": point,
         }
-        request_changes = {"requests": requests or None, "ended_requests": ended or None}
-        return cls(after, history, before, _without_none(changes), _without_none(request_changes))
-
-    def update(self, *, is_operator: bool) -> bytes:
-        """The event with what has changed."""
-        event = self._updates.get(is_operator)
-        if event is None:
-            changes, before, after = self.changes, self.follows, self.state
-            if before is None or before.problems != after.problems:
-                changes = {**changes, "problems": self._problems(is_operator=is_operator)}
-            if is_operator:
-                changes = {**changes, **self.request_changes}
-            event = self._updates[is_operator] = encode_event("update", changes)
-        return event
+        changes = {"at": after.at, **{name: value for name, value in changes.items() if value}}
+        if after.waiting != before.waiting:
+            changes["waiting"] = after.waiting
+        own = {"requests": requests, "ended_requests": ended} if after.requests is not None else {}
+        updates = {}
+        for is_operator in (False, True):
+            shown = changes | {name: rows for name, rows in own.items() if is_operator and rows}
+            if after.problems != before.problems:
+                shown["problems"] = problems_json(after, is_operator=is_operator)
+            updates[is_operator] = encode_event("update", shown)
+        return cls(after, history, before, updates)
 
     async def snapshot(self, *, is_operator: bool) -> bytes:
-        """The event with everything; a thousand nodes are encoded in steps."""
+        """The event with everything, encoded once; a thousand nodes are encoded in steps."""
         async with self._encoding:
-            event = self._snapshots.get(is_operator)
-            if event is None:
-                event = self._snapshots[is_operator] = await self._encode_all(is_operator)
-        return event
-
-    async def _encode_all(self, is_operator: bool) -> bytes:  # noqa: FBT001
-        state = self.state
-        rest = {
-            "at": state.at,
-            "summary": state.summary,
-            "waiting": state.waiting,
-            "problems": self._problems(is_operator=is_operator),
-            "history": self.history(),
-        }
-        parts = [msgspec.json.encode(rest)[:-1]]
-        parts.append(b',"nodes":[' + await _encode_rows(state.nodes) + b"]")
-        if is_operator:
-            rows = await _encode_rows(state.requests or {})
-            parts.append(b',"requests":[' + rows + b"]")
-        return b"event: snapshot\ndata: %b}\n\n" % b"".join(parts)
-
-    def _problems(self, *, is_operator: bool) -> list[dict[str, Any]]:
-        return [one.as_json(may_name_callers=is_operator) for one in self.state.problems]
+            if is_operator not in self._snapshots:
+                state = self.state
+                whole = {
+                    "at": state.at,
+                    "summary": state.summary,
+                    "waiting": state.waiting,
+                    "problems": problems_json(state, is_operator=is_operator),
+                    "history": self.history(),
+                    "nodes": await encoded_rows([*state.nodes.values()]),
+                }
+                if is_operator:
+                    whole["requests"] = await encoded_rows([*(state.requests or {}).values()])
+                self._snapshots[is_operator] = encode_event("snapshot", whole)
+        return self._snapshots[is_operator]
 
 
-def _without_none(changes: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in changes.items() if value is not None}
+def problems_json(state: LiveState, *, is_operator: bool) -> list[dict[str, Any]]:
+    """The problems as a watcher may see them: with callers named only for operators."""
+    return [one.as_json(may_name_callers=is_operator) for one in state.problems]
 
 
 async def changed_rows(
@@ -708,10 +692,6 @@ async def changed_rows(
             change = {name: value for name, value in row.items() if value != old[name]}
             changed.append({key_name: key, **change})
     return changed, [key for key in before if key not in after]
-
-
-async def _encode_rows(rows: Mapping[str, Row]) -> bytes:
-    return b",".join([msgspec.json.encode(row) async for row in in_steps(list(rows.values()))])
 
 
 log = structlog.get_logger()

@@ -9,7 +9,6 @@ number and without labels of their own; `llamacpp:prompt_tokens_total 12` become
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import re
 from collections import Counter
@@ -390,11 +389,9 @@ def _add_cluster(page: MetricsPage, cluster: ClusterSample) -> None:
 
 # `/metrics/nodes`.
 
-# Nodes that are asked at the same time, but for those that are late. To read the answers of more in
-# one turn of the event loop would hold up requests.
-AT_ONCE = 8
-# A node that has not answered for so long keeps no place from others: it may read a prompt.
-LATE_SECONDS = 0.03
+# Nodes that are asked together: to read the answers of more in one turn of the event loop would
+# hold up requests. The next ones are asked when these have answered, or after `LATE_SECONDS`.
+AT_ONCE, LATE_SECONDS = 8, 0.03
 # Time for all nodes; Prometheus waits 10 seconds for a page unless told otherwise.
 WHOLE_SECONDS = 6.0
 FRESH_SECONDS = 5.0  # for so long a page is shown again instead of asking the nodes anew
@@ -442,16 +439,19 @@ class NodeMetricsEndpoint:
 
     async def _ask(self, nodes: list[Node]) -> dict[str, NodeFamilies]:
         """What the nodes say, in their order; those that do not answer in time are missing."""
-        gate = asyncio.Semaphore(AT_ONCE)
+        asked = [
+            node
+            for node in nodes
+            if node.in_service and node.probe_history.up and not node.probe_history.silent
+        ]
         tasks: dict[str, asyncio.Task[NodeFamilies | None]] = {}
         try:
             async with asyncio.timeout(WHOLE_SECONDS):
-                for node in nodes:
-                    if node.in_service and node.probe_history.up and not node.probe_history.silent:
-                        await gate.acquire()
-                        tasks[node.name] = asyncio.create_task(
-                            _read(node, gate), name=f"metrics of {node.name}"
-                        )
+                for at in range(0, len(asked), AT_ONCE):
+                    for node in asked[at : at + AT_ONCE]:
+                        name = f"metrics of {node.name}"
+                        tasks[node.name] = asyncio.create_task(_read(node), name=name)
+                    await asyncio.wait([*tasks.values()][at:], timeout=LATE_SECONDS)
                 if tasks:
                     await asyncio.wait(tasks.values())
         except TimeoutError:
@@ -467,13 +467,8 @@ class NodeMetricsEndpoint:
         }
 
 
-async def _read(node: Node, gate: asyncio.Semaphore) -> NodeFamilies | None:
-    """What the node says; its place in the gate is taken already."""
-    with contextlib.ExitStack() as place:
-        place.callback(gate.release)
-        late = asyncio.get_running_loop().call_later(LATE_SECONDS, place.close)
-        place.callback(late.cancel)
-        reply = await fetch(node, "/metrics", largest=LARGEST_PAGE)
+async def _read(node: Node) -> NodeFamilies | None:
+    reply = await fetch(node, "/metrics", largest=LARGEST_PAGE)
     if isinstance(reply, ProbeResult) or reply.status != 200:
         return None
     return read_node_metrics(reply.body)

@@ -155,7 +155,6 @@ class RequestEndpoints:
             id=found.id,
             request_id=found.id if record is None else record.x_request_id,
             state=_state(found, waiter),
-            summary="",
             path=None if record is None else record.path,
             class_=None if record is None else record.priority.label,
             model=None if record is None else record.model,
@@ -364,7 +363,7 @@ class ExplainedRequest(msgspec.Struct, kw_only=True, rename={"class_": "class", 
     request_id: Annotated[str, "`X-Request-ID`"]
     state: Annotated[str, "`waiting`, `running`, `finished`, `failed` (on its nodes), `refused` "
         "(it was at none) or `left` (by its client)"]  # fmt: skip
-    summary: Annotated[str, "the whole story in some sentences, for people"]
+    summary: Annotated[str, "the whole story in some sentences, for people"] = ""
     path: Annotated[str | None, "asked for; like the next three null once only the scheduler "
         "remembers it"]  # fmt: skip
     class_: Annotated[str | None, "in force"]
@@ -400,7 +399,7 @@ class ToldDecision(msgspec.Struct, kw_only=True):
     kind: Annotated[str, "`granted` (an attempt on a node), `queued` or `refused`"]
     at: Annotated[str, "when, UTC"]
     seconds: Annotated[float, "after it came"]
-    summary: Annotated[str, "in words"]
+    summary: Annotated[str, "in words"] = ""
 
 
 class ToldQueueing(ToldDecision, kw_only=True, rename={"class_": "class"}):
@@ -570,7 +569,6 @@ def _told_queueing(
         kind="queued",
         at=at,
         seconds=seconds,
-        summary="",
         class_=queueing.priority.label,
         ahead=queueing.ahead,
         waiting=queueing.waiting,
@@ -595,7 +593,6 @@ def _told_grant(grant: Grant, at: str, seconds: float, attempt: int, now: float)
         kind="granted",
         at=at,
         seconds=seconds,
-        summary="",
         attempt=attempt,
         node=grant.ran_on,
         model=grant.model,
@@ -717,8 +714,6 @@ def _if_known(value: float | None) -> float | None:
 
 # Share of the better cost by which two nodes differ at least for one reason to be named.
 LEAST_DIFFERENCE = 0.05
-# Tokens, and share of the prompt, by which the cache must have been mistaken to be named.
-LEAST_CACHE_MISS, LEAST_CACHE_MISS_SHARE = 64, 0.2
 
 _OUTCOMES = {
     "ok": "answered",
@@ -748,10 +743,7 @@ def _of_doubts(penalty: float, own_penalty: float, wake: float) -> list[str]:
     """
     found = [f"sleeps, and takes about {_seconds(wake)} to wake up"] if wake else []
     if penalty >= FAILURE_PENALTY:
-        failures = round(penalty / FAILURE_PENALTY)
-        found.append(
-            "failed its last request" if failures == 1 else f"failed its last {failures} requests"
-        )
+        found.append(f"failed its last requests ({penalty / FAILURE_PENALTY:.0f})")
     elif penalty == -TRIAL_BONUS:
         found.append("was ejected, and needs one request on trial")
     if own_penalty >= SAME_HOST_PENALTY / 2:
@@ -857,9 +849,7 @@ def _of_waiting(waiting: Json) -> str:
         why = "A slot is free, but in the pool of tokens that the node's slots share there is no "
         why += "room for it: it is to run alone" if needed is None else f"room for {needed}"
     else:
-        why = f"None of the {waiting['nodes_alive']} nodes that could serve it has a free slot"
-        if waiting["nodes_alive"] == 1:
-            why = f"The only node that could serve it, {nodes[0]['name']}, has no free slot"
+        why = f"No node that could serve it has a free slot ({waiting['nodes_alive']} are up)"
     return f"{why}. {place[:1].upper()}{place[1:]}; {when}."
 
 
@@ -888,12 +878,9 @@ def _of_grant(grant: ToldGrant) -> str:
     if grant.resumes:
         text += " It goes on there with the response that another node had begun."
     if grant.deferral is not None and grant.deferral["node"] == chosen:
-        deferral = grant.deferral
         text += (
-            " It waited for this node though another was free: "
-            f"{_seconds(deferral['expected_seconds'])} with the wait, against "
-            f"{_seconds(deferral['expected_seconds_at_once'])}, since "
-            f"{deferral['cached_tokens']} tokens of its prompt are cached here."
+            " It waited for this node though another was free, since "
+            f"{grant.deferral['cached_tokens']} tokens of its prompt are cached here."
         )
     if grant.fallback:
         text += f" It left its class's tier, since {_FALLBACKS[grant.fallback]}."
@@ -976,13 +963,6 @@ def _came_of(grant: ToldGrant) -> str:
     text = f"It {word} after {_seconds(actual['seconds'])}"
     if outcome == "ok":
         text += f" ({_seconds(predicted['seconds'])} predicted)"
-    expected, cached = predicted["cached_tokens"], actual["cached_tokens"]
-    if cached is not None and actual["reported"]:
-        missed = max(LEAST_CACHE_MISS, LEAST_CACHE_MISS_SHARE * (actual["prompt_tokens"] or 0))
-        if abs(expected - cached) >= missed:
-            text += (
-                f"; {expected} tokens of the prompt were expected to be cached, and {cached} were"
-            )
     return f"{text}."
 
 

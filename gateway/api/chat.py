@@ -146,8 +146,6 @@ class ChoicesApi(Api):
         if not answers:
             raise AssemblyError("the node's stream has no answer")
         found = {name: parse_json(bytes(raw)) for name, raw in last.items() if name != "choices"}
-        if not found.get("usage") and (usage := _usage_from_timings(found.get("timings"))):
-            found["usage"] = usage
         found["object"] = self.response_object
         found["choices"] = [self._whole_choice(at, answers[at]) for at in sorted(answers)]
         ordered = {name: found.pop(name) for name in _FIELD_ORDER if name in found}
@@ -285,17 +283,6 @@ def read_run(pieces: list[bytes], at: int, answers: Mapping[int, AnswerParts]) -
         return at
     answers[0].add_texts(texts, are_reasoning=choices == _REASONING)
     return end
-
-
-def _usage_from_timings(timings: object) -> JsonObject | None:
-    """`usage` made of the timings of a server whose streams lack it, as older builds."""
-    reported = timings if isinstance(timings, dict) else {}
-    figures = [reported.get(name) for name in ("prompt_n", "cache_n", "predicted_n")]
-    fresh, cached, written = (n if isinstance(n, int) and n > 0 else 0 for n in figures)
-    if not written:
-        return None
-    prompt = fresh + cached
-    return {"completion_tokens": written, "prompt_tokens": prompt, "total_tokens": prompt + written}
 
 
 def read_chunk(transcript: Transcript, value: JsonObject) -> list[JsonObject]:

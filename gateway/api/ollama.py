@@ -129,7 +129,6 @@ _GENERATE = msgspec.json.Decoder(GenerateBody)
 _EMBED = msgspec.json.Decoder(EmbedBody)
 _MESSAGE = msgspec.json.Decoder(_ChatMessage)
 _TOOL_CALLS = msgspec.json.Decoder(list[_MessageCall] | None)
-_OPTIONS = msgspec.json.Decoder(dict[str, Any])
 _TEXTS = msgspec.json.Decoder(str | list[str] | None)
 
 
@@ -245,7 +244,7 @@ def _generating_fields(asked: _Generating, path: str, is_model: IsModel) -> Json
     fields = _model_field(asked.model, is_model) | {"stream": streams}
     if streams and path != INFILL_PATH:
         fields["stream_options"] = {"include_usage": True}
-    fields |= _option_fields(_options(asked.options), path)
+    fields |= _option_fields(asked.options, path)
     fields |= _format_fields(asked.format, path)
     if path == CHAT_PATH and (kwargs := _thinking(asked.think)) is not None:
         fields["chat_template_kwargs"] = kwargs
@@ -280,64 +279,51 @@ def shown_name(body: JsonObject, is_model: IsModel) -> str | None:
     return _known_name(name, is_model) if name else None
 
 
-_NUMBERS = frozenset(
-    {
-        "temperature", "top_p", "min_p", "typical_p", "repeat_penalty", "presence_penalty",
-        "frequency_penalty", "mirostat_tau", "mirostat_eta",
-    }
-)  # fmt: skip
-
-# With llama.cpp's names. Other options concern how Ollama loads a model, and are ignored.
-_INTEGERS = {name: name for name in ("top_k", "seed", "repeat_last_n", "mirostat")} | {
-    "num_keep": "n_keep"
-}
+_Whole = int | float | None  # some clients write them with a point
 
 
-def _options(raw: msgspec.Raw) -> JsonObject:
+class _Options(msgspec.Struct):
+    """Options that llama.cpp knows. Others concern how Ollama loads a model, and are ignored."""
+
+    num_predict: _Whole = None
+    stop: str | list[str] | None = None
+    top_k: _Whole = None
+    seed: _Whole = None
+    repeat_last_n: _Whole = None
+    mirostat: _Whole = None
+    num_keep: _Whole = None
+    temperature: float | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+
+
+_OPTIONS = msgspec.json.Decoder(_Options)
+_WHOLE_OPTIONS = ("num_predict", "top_k", "seed", "repeat_last_n", "mirostat", "num_keep")
+
+
+def _option_fields(raw: msgspec.Raw, path: str) -> JsonObject:
+    """The options as llama.cpp's sampling parameters. Raises: GatewayError 400."""
     if not _is_given(raw):
         return {}
     if len(raw) > MOST_OPTIONS_BYTES:
         raise errors.invalid_field("options", f"has more than {MOST_OPTIONS_BYTES} bytes.")
-    return decode_body(_OPTIONS, raw, "options")
-
-
-def _option_fields(options: JsonObject, path: str) -> JsonObject:
-    """The options as llama.cpp's sampling parameters. Raises: GatewayError 400."""
-    fields: JsonObject = {}
-    for name, value in options.items():
-        if value is None:
-            continue
-        if name in _NUMBERS:
-            fields[name] = _number(name, value)
-        elif name in _INTEGERS:
-            fields[_INTEGERS[name]] = _integer(name, value)
-        elif name == "num_predict":
-            # Negative: no limit, which is the default.
-            if (most := _integer(name, value)) > 0:
-                fields["n_predict" if path == INFILL_PATH else "max_tokens"] = most
-        elif name == "stop":
-            words = [value] if isinstance(value, str) else value
-            if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-                raise _wrong_option(name, "a list of strings")
-            fields[name] = words
+    given = msgspec.structs.asdict(decode_body(_OPTIONS, raw, "options"))
+    fields = {name: value for name, value in given.items() if value is not None}
+    fields |= {name: int(fields[name]) for name in _WHOLE_OPTIONS if name in fields}
+    if isinstance(stop := fields.get("stop"), str):
+        fields["stop"] = [stop]
+    if "num_keep" in fields:
+        fields["n_keep"] = fields.pop("num_keep")
+    # Negative: no limit, which is the default.
+    if (most := fields.pop("num_predict", 0)) > 0:
+        fields["n_predict" if path == INFILL_PATH else "max_tokens"] = most
     return fields
-
-
-def _number(name: str, value: object) -> int | float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _wrong_option(name, "a number")
-    return value
-
-
-def _integer(name: str, value: object) -> int:
-    number = _number(name, value)
-    if isinstance(number, float) and not math.isfinite(number):
-        raise _wrong_option(name, "a number that an integer can hold")
-    return int(number)
-
-
-def _wrong_option(name: str, expected: str) -> GatewayError:
-    return errors.invalid_request(f"'options.{name}' must be {expected}.", f"options.{name}")
 
 
 def _format_fields(raw: msgspec.Raw, path: str) -> JsonObject:

@@ -63,7 +63,7 @@ from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.listeners import LimitSettings
 from gateway.config.settings import RejectedFiles, Settings, changed_restart_keys, load_settings
 from gateway.config.versions import FileKind
-from gateway.config.watch import watch_files
+from gateway.config.watch import changed_files, file_stamps
 from gateway.config.yaml_file import read_text
 from gateway.edges.brain import Brain
 from gateway.edges.supervisor import MOST_START_SECONDS, Edges, start_edge_process
@@ -827,11 +827,11 @@ class FileReloader(ConfigFiles):
         """Reload each file when it changes; never ends. `inventory` is the one in force."""
         options, self._inventory = self._options, inventory
         paths = [path for path in (options.inventory_file, options.settings_file) if path]
-        edits = watch_files(paths)
+        before = file_stamps(paths)
         # They may have been edited since the start, which may have taken minutes.
         differs = await self._differs_from(inventory)
         await self._reload_quietly("file", inventory=differs, settings=True)
-        async for changed in edits:
+        async for changed in changed_files(lambda: paths, since=before):
             # One that was refused may fit the other by now.
             await self._reload_quietly(
                 "file",

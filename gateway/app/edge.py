@@ -26,11 +26,12 @@ from gateway.app.event_loop import collect_garbage, freeze_objects, run_event_lo
 from gateway.app.startup import share_memory
 from gateway.cluster.leadership import boot_clock
 from gateway.config.settings import Settings
+from gateway.config.watch import changed_files
 from gateway.edges import sockets
 from gateway.edges.edge import EdgeServices, NotReady
 from gateway.edges.passing import Passing, over_channel
 from gateway.forward.forwarder import Forwarder
-from gateway.http.certificates import CertificateError, ListenerCertificates, changed_files
+from gateway.http.certificates import CertificateError, ListenerCertificates
 from gateway.http.heads import HandlerConfig
 from gateway.http.listener import ClientServer
 from gateway.http.protocol import protocol_class

@@ -174,6 +174,19 @@ def at_least(other: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+def at_most(other: str) -> AfterValidator:
+    """Check that a number is not above that of another key, which stands before it."""
+
+    def check(value: float, info: ValidationInfo) -> float:
+        if value > info.data.get(other, math.inf):
+            raise validation_error(
+                f"must not be more than `{other}`", f"lower {info.field_name} or raise {other}"
+            )
+        return value
+
+    return AfterValidator(check)
+
+
 def _number(value: object) -> object:
     if isinstance(value, (bool, str)):
         raise validation_error(
@@ -505,13 +518,13 @@ Count = Annotated[_Whole, Field(ge=1, le=1_000_000_000)]
 
 CountOrZero = Annotated[_Whole, Field(ge=0, le=1_000_000_000)]
 
-_Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 
-Money = Annotated[_Number, Field(ge=0, le=1e9), TypeLabel("amount", "currency")]
+Money = Annotated[Number, Field(ge=0, le=1e9), TypeLabel("amount", "currency")]
 
-Fraction = Annotated[_Number, Field(ge=0, le=1), TypeLabel("share, 0 to 1")]
+Fraction = Annotated[Number, Field(ge=0, le=1), TypeLabel("share, 0 to 1")]
 
-Factor = Annotated[_Number, Field(gt=0, le=1e6), TypeLabel("factor")]
+Factor = Annotated[Number, Field(gt=0, le=1e6), TypeLabel("factor")]
 
 _READ_DURATION = read_by(
     parse_duration, "must be a duration", 'seconds such as 30 or 0.5, or "30s", "5m", "1h"'

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Any, NamedTuple
 
 from gateway.config.errors import Problem
 from gateway.config.fields import normalise_node_url
@@ -21,23 +19,15 @@ from gateway.config.yaml_file import YamlDocument, YamlMapping, parse_scalar, re
 MOST_NODES = 20
 """Nodes that are written out, and models of each."""
 
-MOST_ENTRIES = 1000
-"""Of the file, that are looked at."""
+MOST_ENTRIES = 100
+"""Of a list or mapping of the file, that are looked at."""
 
-LONGEST_NAME = 40
-
-LONGEST_NAMED = 200
-"""Of an address or a model's name."""
-
-LONGEST_TEXT = 10_000
+LONGEST_TEXT = 1000
 """Of a text of the file, and of a command with its macros."""
 
-MOST_PARTS = 100
-"""Words of a command, macros, and uses of one."""
+_VARIABLE = re.compile(r"os\.environ/([A-Za-z_][A-Za-z0-9_]*)|\$\{([A-Za-z_]\w*)\}")
 
-_VARIABLE = re.compile(r"os\.environ/([A-Za-z_][A-Za-z0-9_]*)|\$\{(?:env\.)?([A-Za-z_]\w*)\}")
-
-_LISTEN = re.compile(r"(?:^|\s)--(host|port)[ =]+([A-Za-z0-9.:_-]+)")
+_PORT = re.compile(r"(?:^|\s)--port[ =]+(\d{1,5})\b")
 
 _LLAMA_CPP = re.compile(r"llama[-._]?(cpp|server)|llama\.cpp")
 
@@ -57,17 +47,14 @@ _LLAMA_SWAP_NOTES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
+class _Server(NamedTuple):
     """A server, as far as the file tells it."""
 
     name: str
     url: str
-    models: Mapping[str, str] = field(default_factory=dict)
-    """By their public names."""
     kind: str = ""
-    key: object = None
-    """As the file has it: the name of a variable is kept."""
+    models: dict[str, str] = {}  # noqa: RUF012 - nobody changes it; by their public names
+    key: str = ""  # the variable that holds it
 
 
 def foreign_problem(source: YamlDocument, belongs: str) -> Problem | None:
@@ -76,28 +63,22 @@ def foreign_problem(source: YamlDocument, belongs: str) -> Problem | None:
     `belongs`: what the file should have been, `inventory` or `settings`.
     """
     root = source.root.tree
-    for key, program, form, marks, servers in (
-        ("model_list", "LiteLLM", list, {"litellm_params", "model_name"}, _litellm),
-        ("models", "llama-swap", dict, {"cmd", "proxy"}, _llama_swap),
-        ("services", "Docker Compose", dict, {"image", "build", "ports", "command"}, _compose),
-    ):
+    for key, (program, marks, servers) in _PROGRAMS.items():
         if not isinstance(root, YamlMapping) or key not in root.entries:
             continue
         # Without variables their names stay, and no value of one is repeated.
         plain = to_plain(read_yaml(source.file, {}).root.tree, LONGEST_TEXT)
-        if not isinstance(plain, dict) or not isinstance(value := plain.get(key), form):
+        if not any(marks & one.keys() for _, one in _entries(_mapping(plain).get(key))):
             continue
-        if not any(marks & one.keys() for _, one in _entries(value)):
-            continue
-        lines = tuple(_lines(servers(plain)))
-        if lines and servers is _llama_swap:
+        lines = tuple(_lines(servers(_mapping(plain))))
+        if lines and program == "llama-swap":
             lines += _LLAMA_SWAP_NOTES
         begin = f"this is a configuration of {program}, not "
         begin += "an inventory" if belongs == "inventory" else "the gateway's settings"
         if not lines:
             remedy = "it names no address of a server: write nodes: [{name: ..., url: ...}]"
         elif belongs == "inventory":
-            remedy = "the lines below would stand here; check each address, kind and model"
+            remedy = "the lines below would stand here; check each address, kind, model and key"
         else:
             remedy = (
                 "its servers belong into the inventory (--nodes FILE), as in the lines below; "
@@ -107,20 +88,21 @@ def foreign_problem(source: YamlDocument, belongs: str) -> Problem | None:
     return None
 
 
+def _mapping(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
 def _entries(value: object) -> Iterator[tuple[str, dict[str, Any]]]:
     """The mappings in a mapping or list, by name."""
-    pairs: Iterable[tuple[object, object]] = ()
-    if isinstance(value, dict | list):
-        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+    pairs = enumerate(value) if isinstance(value, list) else _mapping(value).items()
     for name, one in islice(pairs, MOST_ENTRIES):
         if isinstance(one, dict):
             yield str(name), one
 
 
-def _litellm(root: Mapping[str, Any]) -> Iterator[_Found]:
+def _litellm(root: dict[str, Any]) -> Iterator[_Server]:
     for _, entry in _entries(root["model_list"]):
-        given = entry.get("litellm_params")
-        given = given if isinstance(given, dict) else {}
+        given = _mapping(entry.get("litellm_params"))
         provider, slash, model = str(given.get("model") or "").partition("/")
         if not slash:
             provider, model = "", provider
@@ -131,126 +113,104 @@ def _litellm(root: Mapping[str, Any]) -> Iterator[_Found]:
         kind = "" if local and not url.startswith("https:") else "openai"
         kind = _ON_DEMAND if provider.startswith("ollama") else kind
         models = {} if "*" in public else {public: model or public}
-        yield _Found(public, url, models, kind, given.get("api_key"))
+        yield _Server(public, url, kind, models, _variable(str(given.get("api_key") or "")))
 
 
-def _llama_swap(root: Mapping[str, Any]) -> Iterator[_Found]:
-    start, given = root.get("startPort"), root.get("macros")
+def _llama_swap(root: dict[str, Any]) -> Iterator[_Server]:
+    start = root.get("startPort")
     port = start if isinstance(start, int) else _LLAMA_SWAP_PORT
-    macros = list((given if isinstance(given, dict) else {}).items())[:MOST_PARTS]
+    macros = [*islice(_mapping(root.get("macros")).items(), MOST_ENTRIES)]
     for name, entry in sorted(_entries(root["models"])):
         command = str(entry.get("cmd") or "")
         # A macro may use those before it.
         for macro, text in reversed(macros):
-            command = command.replace(f"${{{macro}}}", str(text), MOST_PARTS)[:LONGEST_TEXT]
-        url = str(entry.get("proxy") or "http://127.0.0.1:${PORT}")
-        listen = dict(_LISTEN.findall(command))
-        if "${PORT}" in command or ("${PORT}" in url and "port" not in listen):
+            command = command.replace(f"${{{macro}}}", str(text))[:LONGEST_TEXT]
+        own = _PORT.search(command)
+        url = str(entry.get("proxy") or f"http://127.0.0.1:{own[1] if own else '${PORT}'}")
+        if "${PORT}" in command + url:
             url = url.replace("${PORT}", str(port))
             port += 1
-        elif not entry.get("proxy"):
-            url = _address(listen.get("host", ""), listen["port"])
         kind = "" if _LLAMA_CPP.search(command) or not command else "openai"
-        yield _Found(name, url, {name: name}, kind)
-    for name, entry in _entries(root.get("peers")):
-        models = entry.get("models")
-        named = map(str, models if isinstance(models, list) else ())
-        url = str(entry.get("proxy") or "")
-        yield _Found(name, url, {one: one for one in named}, "openai", entry.get("apiKey"))
+        yield _Server(name, url, kind, {name: name})
 
 
-def _compose(root: Mapping[str, Any]) -> Iterator[_Found]:
+def _compose(root: dict[str, Any]) -> Iterator[_Server]:
     services = {
         name: (one, f"{one.get('image')} {name} {_text(one.get('command'))}".lower())
         for name, one in _entries(root["services"])
     }
     engines = {name: one for name, one in services.items() if _ENGINES.search(one[1])}
     for name, (service, text) in (engines or services).items():
-        listen = dict(_LISTEN.findall(_text(service.get("command"))))
-        url = f"http://{name}:{listen.get('port', '8080')}"
-        ports = service.get("ports")
-        for mapped in ports if isinstance(ports, list) else ():
-            if isinstance(mapped, dict):
-                host, outer = str(mapped.get("host_ip") or ""), str(mapped.get("published") or "")
-            else:
-                host, _, rest = str(mapped).partition("/")[0].rpartition(":")
-                host, _, outer = host.rpartition(":") if host else ("", "", rest)
-            if outer:
-                url = _address(host.strip("[]"), outer)
-                break
+        own = _PORT.search(text)
+        url = f"http://{name}:{own[1] if own else '8080'}"
+        for mapped in islice(_listed(service.get("ports")), 1):
+            # `8081:8080`, with or without an address before it.
+            outer = mapped.get("published") if isinstance(mapped, dict) else str(mapped)
+            parts = str(outer or "").split(":")
+            url = f"http://127.0.0.1:{parts[-2] if len(parts) > 1 else parts[0]}"
         kind = "" if "llama" in text else "openai"
         kind = _ON_DEMAND if "ollama" in text or "llama-swap" in text else kind
-        yield _Found(name, url, kind=kind)
+        yield _Server(name, url, kind)
 
 
-def _address(host: str, port: str) -> str:
-    """Where a server is reached that listens so."""
-    host = "127.0.0.1" if host in {"", "0.0.0.0", "::"} else host
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def _listed(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _text(command: object) -> str:
-    words = command[:MOST_PARTS] if isinstance(command, list) else [command or ""]
-    return " ".join(map(str, words))[:LONGEST_TEXT]
+    words = command if isinstance(command, list) else [command or ""]
+    return " ".join(map(str, words[:MOST_ENTRIES]))
 
 
-def _lines(found: Iterable[_Found]) -> Iterator[str]:
+_PROGRAMS: dict[str, tuple[str, frozenset[str], Callable[[dict[str, Any]], Iterable[_Server]]]] = {
+    "model_list": ("LiteLLM", frozenset({"litellm_params", "model_name"}), _litellm),
+    "models": ("llama-swap", frozenset({"cmd", "proxy"}), _llama_swap),
+    "services": ("Docker Compose", frozenset({"image", "build", "ports", "command"}), _compose),
+}
+"""By the key of their servers: their names, the keys of a server, and what reads them."""
+
+
+def _lines(found: Iterable[_Server]) -> Iterator[str]:
     """An item of `nodes:` for each server that has an address, one for each address."""
-    places: dict[tuple[str, str, str], tuple[str, dict[str, str]]] = {}
-    silent = 0
+    servers: dict[tuple[str, ...], _Server] = {}
     for one in found:
         if url := _usable(one.url):
-            place = (url, one.kind, _variable(one))
-            places.setdefault(place, (one.name, {}))[1].update(one.models)
-        else:
-            silent += 1
-    if places:
+            known = servers.setdefault((url, one.kind, one.key), one._replace(url=url, models={}))
+            known.models.update(one.models)
+    if servers:
         yield "nodes:"
     names: set[str] = set()
-    for number, (place, (called, models)) in enumerate(islice(places.items(), MOST_NODES)):
-        url, kind, variable = place
-        name = re.sub(r"[^A-Za-z0-9._-]+", "-", called).strip("-.")[:LONGEST_NAME]
-        name = name or urlsplit(url).hostname or "node"
+    for number, one in enumerate(islice(servers.values(), MOST_NODES), 1):
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", one.name).strip("-.")[:40] or "node"
         while name in names:
-            name = f"{name}-{number + 1}"
+            name = f"{name}-{number}"
         names.add(name)
-        shown = [(_plain(one), _plain(own)) for one, own in islice(models.items(), MOST_NODES)]
-        if all(one == own for one, own in shown):
-            listed = f"[{', '.join(one for one, _ in shown)}]"
-        else:
-            listed = f"{{{', '.join(f'{one}: {own}' for one, own in shown)}}}"
-        item = f"name: {_plain(name)}, url: {_plain(url)}"
-        item += f", kind: {kind}" * bool(kind) + f", model: {listed}" * bool(shown)
-        item += f", api_key_env: {variable}" * bool(variable)
-        more = len(models) - len(shown)
-        yield f"  - {{{item}}}" + f"  # and {more} more models" * bool(more)
-    if len(places) > MOST_NODES:
-        yield f"  # and {len(places) - MOST_NODES} more"
-    if places and silent:
-        yield f"  # {silent} more of its entries name no usable address"
+        models = islice(one.models.items(), MOST_NODES)
+        listed = ", ".join(f"{_plain(public)}: {_plain(own)}" for public, own in models)
+        item = f"name: {_plain(name)}, url: {_plain(one.url)}"
+        item += f", kind: {one.kind}" * bool(one.kind) + f", model: {{{listed}}}" * bool(listed)
+        yield f"  - {{{item}{f', api_key_env: {one.key}' * bool(one.key)}}}"
+    if len(servers) > MOST_NODES:
+        yield f"  # and {len(servers) - MOST_NODES} more"
 
 
 def _usable(url: str) -> str:
     """The address as a node has it, or the variable that holds it; empty: it is none."""
     try:
-        return str(normalise_node_url(re.sub(r"/v1/?$", "", url.strip())))[:LONGEST_NAMED]
+        return str(normalise_node_url(re.sub(r"/v1/?$", "", url.strip())))
     except ValueError:
-        named = _VARIABLE.fullmatch(url)
-        return f"${{{named[1] or named[2]}}}" if named else ""
+        variable = _variable(url)
+        return f"${{{variable}}}" if variable else ""
 
 
-def _variable(found: _Found) -> str:
-    """The variable that holds the key; a key itself is not repeated."""
-    if found.key in (None, "", "none", "None", "EMPTY", "sk-no-key-required", "not-needed"):
-        return ""
-    if named := _VARIABLE.fullmatch(str(found.key)):
-        return named[1] or named[2]
-    name = re.sub(r"[^A-Za-z0-9]+", "_", found.name).strip("_").upper()[:LONGEST_NAME]
-    return f"{name}_API_KEY" if name[:1].isalpha() else f"NODE_{name}_API_KEY".replace("__", "_")
+def _variable(text: str) -> str:
+    """The variable that the whole text names; empty: it names none."""
+    named = _VARIABLE.fullmatch(text)
+    return (named[1] or named[2]) if named else ""
 
 
 def _plain(text: str) -> str:
     """A text in a flow mapping of YAML."""
-    text = text[:LONGEST_NAMED]
+    text = text[:200]
     plain = re.fullmatch(r"[A-Za-z][A-Za-z0-9._/-]*|https?://[^\s,{}\[\]\"'#]+", text)
     return text if plain and isinstance(parse_scalar(text), str) else json.dumps(text)

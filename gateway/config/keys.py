@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, field_validator
 
@@ -79,29 +79,26 @@ SHARED_CACHE = CachePolicy()
 """Nothing is hidden, and all share all."""
 
 
+_CACHE_DEFAULTS: dict[str, Any] = {
+    "hide": False, "isolate": "off", "nodes": {}, "prompt_cache": True,
+}  # fmt: skip
+
+
 def cache_policy(specs: Iterable[CacheSpec | None], caller: str, group: str | None) -> CachePolicy:
     """The policy of a caller by `specs`, the most specific first; each field counts by itself.
 
     `caller`: its id; `group`: the name of its group.
     """
-    hide: bool | None = None
-    isolate: str | None = None
-    nodes: Mapping[str, str] | None = None
-    prompt_cache: bool | None = None
-    for spec in specs:
-        if spec is not None:
-            hide = spec.hide if hide is None else hide
-            isolate = spec.isolate if isolate is None else isolate
-            nodes = spec.nodes if nodes is None else nodes
-            prompt_cache = spec.prompt_cache if prompt_cache is None else prompt_cache
-    scope = ""
-    if isolate == "group" and group is not None:
+    given = [spec for spec in specs if spec is not None]
+    said = {
+        name: next((value for one in given if (value := getattr(one, name)) is not None), default)
+        for name, default in _CACHE_DEFAULTS.items()
+    }
+    scope = "" if said["isolate"] == "off" else f"caller {caller}"
+    if said["isolate"] == "group" and group is not None:
         scope = f"group {group}"
-    elif isolate not in {None, "off"}:
-        scope = f"caller {caller}"
-    found = CachePolicy(
-        hide is True, scope, tuple(sorted((nodes or {}).items())), prompt_cache is not False
-    )
+    labels = tuple(sorted(said["nodes"].items()))
+    found = CachePolicy(said["hide"], scope, labels, said["prompt_cache"])
     return SHARED_CACHE if found == SHARED_CACHE else found
 
 

@@ -34,6 +34,7 @@ from gateway.config.fields import (
     LowercasedOrOff,
     Networks,
     NonEmptyText,
+    Number,
     PriorityName,
     Seconds,
     SecondsOrOff,
@@ -126,13 +127,11 @@ def _may_pass(name: str) -> str:
     return name
 
 
-def _header(value: object) -> object:
-    if not isinstance(value, str) or not HEADER_NAME.fullmatch(value):
-        raise validation_error("must be the name of a header", "such as X-OpenWebUI-User-Id")
-    return value
-
-
-HeaderName = Annotated[str, BeforeValidator(_header), TypeLabel("header name")]
+HeaderName = Annotated[
+    str,
+    matching(HEADER_NAME.fullmatch, "must be the name of a header", "such as X-OpenWebUI-User-Id"),
+    TypeLabel("header name"),
+]
 
 HeaderNames = Annotated[Listed[HeaderName], TypeLabel("list of header names")]
 
@@ -195,12 +194,6 @@ def _endpoint(value: object) -> object:
     return f"{url.origin}{TRACES_PATH}" if url.path == "/" else str(url)
 
 
-def _rate(value: object) -> object:
-    if isinstance(value, (bool, str)):
-        raise validation_error("must be a number", "such as 1 or 0.1, for each second")
-    return value
-
-
 class TracesSettings(ConfigModel):
     """Traces of requests, exported by OTLP over HTTP. Never a prompt or a completion."""
 
@@ -209,12 +202,7 @@ class TracesSettings(ConfigModel):
     is meant. Unset: no traces. Needs the extra `otel`."""
     share: Fraction = 0.05
     """Share of requests that are traced."""
-    beyond_share: Annotated[
-        float,
-        BeforeValidator(_rate),
-        Field(ge=0, le=1000, allow_inf_nan=False),
-        TypeLabel("requests a second"),
-    ] = 1.0
+    beyond_share: Annotated[Number, Field(ge=0, le=1000), TypeLabel("requests a second")] = 1.0
     """Requests a second that are traced beyond the share: so many whose client has recorded its
     part of the trace (`traceparent`), and as many that the gateway or a node failed (5xx)."""
     service_name: NonEmptyText = "llama-gateway"

@@ -28,8 +28,8 @@ from gateway.config.fields import (
     NonEmptyText,
     Seconds,
     TypeLabel,
-    format_duration,
-    format_size,
+    at_least,
+    at_most,
     instead_of,
     text_of_file,
     text_of_variable,
@@ -150,31 +150,12 @@ class WindowSettings(ConfigModel):
 
     shortest: Seconds = 60.0
     """A batch may ask for no less."""
-    longest: Annotated[Seconds, Field(validate_default=True)] = 7 * DAY
+    longest: Annotated[Seconds, at_least("shortest"), Field(validate_default=True)] = 7 * DAY
     """A batch may ask for no more."""
-    default: Annotated[Seconds, Field(validate_default=True)] = DAY
+    default: Annotated[
+        Seconds, at_least("shortest"), at_most("longest"), Field(validate_default=True)
+    ] = DAY
     """Of a batch that asks for none."""
-
-    @field_validator("longest")
-    @classmethod
-    def _is_not_below_the_shortest(cls, longest: float, info: ValidationInfo) -> float:
-        shortest = info.data.get("shortest")
-        if shortest is not None and longest < shortest:
-            raise validation_error(
-                f"is below shortest, {format_duration(shortest)}", "raise it, or lower shortest"
-            )
-        return longest
-
-    @field_validator("default")
-    @classmethod
-    def _is_between(cls, default: float, info: ValidationInfo) -> float:
-        shortest, longest = info.data.get("shortest"), info.data.get("longest")
-        if shortest is not None and longest is not None and not shortest <= default <= longest:
-            raise validation_error(
-                "must lie between shortest and longest, "
-                f"{format_duration(shortest)} and {format_duration(longest)}"
-            )
-        return default
 
 
 class BatchSettings(ConfigModel):
@@ -189,7 +170,9 @@ class BatchSettings(ConfigModel):
     """All files of the folder together, uploads and results; beyond it, uploads get 507."""
     files_per_key: Count = 1000
     """Files that one key may own; beyond them, 429 until one is deleted."""
-    bytes_per_key: Annotated[ByteCount, Field(validate_default=True)] = 2 << 30
+    bytes_per_key: Annotated[ByteCount, at_least("file_bytes"), Field(validate_default=True)] = (
+        2 << 30
+    )
     """All that one key keeps in the folder: files, batches and their results, background requests
     and their responses. Beyond it, 429 until something is deleted or expires, and its batches
     pause. Well below `folder_bytes` it leaves room for other keys."""
@@ -217,17 +200,6 @@ class BatchSettings(ConfigModel):
     store_responses: bool = False
     """Keep a response whose request has `store: true`, for `keep`. False: only those that also have
     `background: true` are kept."""
-
-    @field_validator("bytes_per_key")
-    @classmethod
-    def _holds_a_file(cls, most: int, info: ValidationInfo) -> int:
-        one = info.data.get("file_bytes")
-        if one is not None and most < one:
-            raise validation_error(
-                f"is below file_bytes, {format_size(one)}: no key could use that",
-                "raise it, or lower file_bytes",
-            )
-        return most
 
 
 SECRET_PREFIX = "whsec_"  # noqa: S105 - of every secret of a webhook

@@ -158,15 +158,7 @@ def read_text(path: Path, most: int = MOST_FILE_BYTES) -> str:
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
-_TAG = "tag:yaml.org,2002:"
-
-# The types that a tag allows.
-_TAGGED: Mapping[str, tuple[type, ...]] = {
-    "int": (int,),
-    "float": (int, float),
-    "bool": (bool,),
-    "null": (type(None),),
-}
+_TEXT_TAG, _NO_TAG = "tag:yaml.org,2002:str", "a tag but !!str is not supported"
 
 _ANCHOR = re.compile(r"[\w-]{1,64}")
 
@@ -234,8 +226,8 @@ class _TreeBuilder:
 
     def _collection(self, event: CollectionStartEvent, line: int, path: str) -> YamlTree:
         is_mapping = isinstance(event, MappingStartEvent)
-        if event.tag not in {None, "!", _TAG + ("map" if is_mapping else "seq")}:
-            self._problem(line, path, "this tag is not supported", "remove what follows the !")
+        if event.tag is not None:
+            self._problem(line, path, _NO_TAG, "remove it")
         if event.anchor is not None:
             self._anchors[event.anchor] = None
         tree: YamlTree | None = None
@@ -288,18 +280,13 @@ class _TreeBuilder:
             self._problem(merge.line, merge.key, "must name mappings", remedy)
 
     def _scalar(self, event: ScalarEvent, line: int, path: str) -> YamlScalar:
-        tag, text = event.tag, event.value
-        if tag in {None, "!", _TAG + "str"}:
-            typed = tag is None and event.implicit[0]
-            scalar = self._interpolated(parse_scalar(text) if typed else text, line, path)
-            if tag is None or scalar.raw_text is None:
-                return scalar
-            return YamlScalar(scalar.raw_text)
-        scalar = YamlScalar(parse_scalar(text))
-        if type(scalar.value) not in _TAGGED.get(tag.removeprefix(_TAG), ()):
-            message = "this tag is not supported here"
-            self._problem(line, path, message, "remove what follows the !")
-        return scalar
+        if event.tag not in {None, _TEXT_TAG}:
+            self._problem(line, path, _NO_TAG, "remove it; quotes make a text of a value")
+        text = event.value
+        typed = parse_scalar(text) if event.implicit[0] else text
+        scalar = self._interpolated(typed, line, path)
+        is_text = event.tag == _TEXT_TAG and scalar.raw_text is not None
+        return YamlScalar(scalar.raw_text) if is_text else scalar
 
     def _interpolated(self, value: ScalarValue, line: int, path: str) -> YamlScalar:
         if not isinstance(value, str) or "$" not in value:

@@ -1,15 +1,14 @@
 """Certificates of the listeners: TLS contexts, expiry dates, and renewal while they serve.
 
 A renewed certificate takes effect with the next handshake: connections that are open stay as they
-are. Files are polled, since certbot and Kubernetes replace links, and network file systems send no
-events. A renewal that can't be used changes nothing.
+are. A renewal that can't be used changes nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,10 +16,7 @@ from pathlib import Path
 import structlog
 
 from gateway.config.listeners import TlsFiles
-from gateway.config.watch import file_stamps
 
-# Seconds between two looks at the files. A change is reported when two looks agree on it.
-POLL_SECONDS = 1.0
 log = structlog.get_logger()
 
 
@@ -147,29 +143,6 @@ class ListenerCertificates:
                     date = datetime.fromtimestamp(one.expires_at, UTC).isoformat(timespec="seconds")
                     log.info("certificate renewed", key=key, expires=date)
         return results
-
-
-async def changed_files(
-    paths: Callable[[], Collection[Path]], *, poll_seconds: float = POLL_SECONDS
-) -> AsyncIterator[set[Path]]:
-    """Yield files that have been changed or replaced, once a change has settled.
-
-    `paths` may name other files at each look; one that was not named before is not a change. The
-    first look is at the first step of the iteration.
-    """
-    reported = before = await asyncio.to_thread(file_stamps, paths())
-    while True:
-        await asyncio.sleep(poll_seconds)
-        seen = await asyncio.to_thread(file_stamps, paths())
-        settled = {path for path, stamp in seen.items() if before.get(path, stamp) == stamp}
-        changed = {path for path in settled if reported.get(path, seen[path]) != seen[path]}
-        reported = {
-            path: stamp if path in settled else reported.get(path, stamp)
-            for path, stamp in seen.items()
-        }
-        before = seen
-        if changed:
-            yield changed
 
 
 def _no_password() -> str:

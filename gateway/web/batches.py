@@ -9,7 +9,7 @@ import hashlib
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -33,29 +33,64 @@ from gateway.web.files import LONGEST_EXPIRY, SHORTEST_EXPIRY, ContentResponse, 
 CREATE_BYTES = 64 * 1024  # most bytes of a request for a batch
 OPENAI = "openai"  # the API whose batches these are
 DEFAULT_PAGE, LONGEST_PAGE = "20", 100  # batches of a page, as OpenAI's API has it
-# Pairs of a batch's metadata, and characters of their names and values, as OpenAI's API has it.
-MOST_METADATA, LONGEST_METADATA_KEY, LONGEST_METADATA_VALUE = 16, 64, 512
 LONGEST_IDEMPOTENCY_KEY = 255  # characters
 JSON_LINES = "application/x-jsonl"
 
-_FIELDS = frozenset(
-    {
-        "input_file_id", "endpoint", "completion_window", "metadata", "output_expires_after",
-        "webhook_url",
-    }
-)  # fmt: skip
-
 _NAME = re.compile(r"[a-z0-9_-]{1,64}")
 
-# In the words of OpenAI's errors.
-_TYPES: dict[type, str] = {
-    str: "a string",
-    bool: "a boolean",
-    int: "an integer",
-    float: "a decimal",
-    list: "an array",
-    dict: "an object",
-    type(None): "null",
+
+def _text(longest: int) -> msgspec.Meta:
+    return msgspec.Meta(max_length=longest, pattern=r"\A[^\x00-\x1f\x7f]+\Z")
+
+
+class BatchFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What the requests for a batch of both APIs have."""
+
+    completion_window: Annotated[str, _text(40)] | None = None  # checked with the settings
+    webhook_url: Any = None
+
+
+class _Expiry(msgspec.Struct, forbid_unknown_fields=True):
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, msgspec.Meta(ge=SHORTEST_EXPIRY, le=LONGEST_EXPIRY)]
+
+
+class _NewBatchFields(BatchFields, kw_only=True):
+    input_file_id: Annotated[str, _text(256)]
+    endpoint: Annotated[str, _text(256)]
+    # As OpenAI's API has them: pairs, and characters of their names and values.
+    metadata: (
+        Annotated[
+            dict[
+                Annotated[str, msgspec.Meta(max_length=64)],
+                Annotated[str, msgspec.Meta(max_length=512)],
+            ],
+            msgspec.Meta(max_length=16),
+        ]
+        | None
+    ) = None
+    output_expires_after: _Expiry | None = None
+
+
+FieldsT = TypeVar("FieldsT", bound=BatchFields)
+
+
+def read_batch_fields(fields: JsonObject, kind: type[FieldsT]) -> FieldsT:
+    """The fields of a request for a batch. Raises: GatewayError 400, with OpenAI's codes."""
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        problem = str(error)
+    place = re.search(r"\$\.(\w+)", problem) or re.search(r"required field `(\w+)`", problem)
+    code = next((code for words, code in _CODES.items() if words in problem), "invalid_value")
+    shown = errors.truncate_echo(problem)
+    raise GatewayError(400, code, f"{shown}.", param=place and place[1])
+
+
+_CODES = {
+    "unknown field": "unknown_parameter",
+    "required field": "missing_required_parameter",
+    ", got `": "invalid_type",
 }
 
 
@@ -95,13 +130,12 @@ class BatchAccess:
             class_=limited.late_priority.label,
         )
 
-    def checked(self, new: NewBatch, fields: JsonObject) -> NewBatch:
+    def checked(self, new: NewBatch, fields: BatchFields) -> NewBatch:
         """`new` with what both APIs take. Raises: GatewayError 400."""
-        url = fields.get("webhook_url")
+        url = fields.webhook_url
         return replace(
             new,
-            # Its length is checked with the settings.
-            window=_text(fields, "completion_window", 40),
+            window=fields.completion_window,
             webhook_url=None
             if url is None
             else self.webhooks.check(new.owner, new.group_name, url),
@@ -189,15 +223,14 @@ class BatchEndpoints(BatchActions):
         new, batches = self.access.new_batch(request, OPENAI, ""), self.access.batches()
         limits = self.access.callers.config().settings.limits
         fields = await read_fields(request, CREATE_BYTES, limits.body_timeout)
-        for name in fields:
-            if name not in _FIELDS:
-                _refuse(f"Unknown parameter: '{errors.truncate_echo(name)}'.", "unknown_parameter")
+        read = read_batch_fields(fields, _NewBatchFields)
+        expiry = read.output_expires_after
         asked = replace(
-            self.access.checked(new, fields),
-            input_file=_required_text(fields, "input_file_id"),
-            endpoint=_required_text(fields, "endpoint"),
-            metadata=_metadata(fields),
-            output_seconds=_output_seconds(fields),
+            self.access.checked(new, read),
+            input_file=read.input_file_id,
+            endpoint=read.endpoint,
+            metadata=read.metadata,
+            output_seconds=None if expiry is None else float(expiry.seconds),
             request_digest=request_digest(OPENAI, fields),
         )
         return await self._shown(request, await batches.create(asked))
@@ -413,78 +446,3 @@ def page_edge(request: Request, name: str) -> str | None:
 
 def _second(moment: float | None) -> int | None:
     return None if moment is None else int(moment)
-
-
-def _text(fields: JsonObject, name: str, longest: int) -> str | None:
-    value = fields.get(name)
-    if value is None:
-        return None
-    if not isinstance(value, str):
-        _refuse_type(name, "a string", value)
-    if not 0 < len(value) <= longest or not value.isprintable():
-        _refuse(f"'{name}' must have 1 to {longest} printable characters.", "invalid_value", name)
-    return value
-
-
-def _required_text(fields: JsonObject, name: str) -> str:
-    value = _text(fields, name, 256)
-    if value is None:
-        _refuse(f"Missing required parameter: '{name}'.", "missing_required_parameter", name)
-    return value
-
-
-def _metadata(fields: JsonObject) -> dict[str, str] | None:
-    value = fields.get("metadata")
-    if value is None:
-        return None
-    if not isinstance(value, dict):
-        _refuse_type("metadata", "an object", value)
-    if len(value) > MOST_METADATA:
-        _refuse(f"'metadata' has more than {MOST_METADATA} pairs.", "invalid_value", "metadata")
-    for key, text in value.items():
-        shown = f"metadata.{errors.truncate_echo(key)}"
-        if not isinstance(text, str):
-            _refuse_type(shown, "a string", text)
-        if len(key) > LONGEST_METADATA_KEY or len(text) > LONGEST_METADATA_VALUE:
-            _refuse(
-                f"'{shown}' is too long: names have at most {LONGEST_METADATA_KEY} characters, "
-                f"values {LONGEST_METADATA_VALUE}.",
-                "invalid_value",
-                "metadata",
-            )
-    return value
-
-
-def _output_seconds(fields: JsonObject) -> float | None:
-    value = fields.get("output_expires_after")
-    if value is None:
-        return None
-    if not isinstance(value, dict):
-        _refuse_type("output_expires_after", "an object", value)
-    seconds = value.get("seconds")
-    if (
-        value.get("anchor") != "created_at"
-        or type(seconds) is not int
-        or not SHORTEST_EXPIRY <= seconds <= LONGEST_EXPIRY
-        or len(value) > 2
-    ):
-        _refuse(
-            "'output_expires_after' must have the 'anchor' 'created_at' and 'seconds' from "
-            f"{SHORTEST_EXPIRY} to {LONGEST_EXPIRY}.",
-            "invalid_value",
-            "output_expires_after",
-        )
-    return float(seconds)
-
-
-def _refuse_type(name: str, wanted: str, value: object) -> NoReturn:
-    found = _TYPES[type(value)]
-    _refuse(
-        f"Invalid type for '{name}': expected {wanted}, but got {found} instead.",
-        "invalid_type",
-        name,
-    )
-
-
-def _refuse(message: str, code: str, param: str | None = None) -> NoReturn:
-    raise GatewayError(400, code, message, param=param)

@@ -268,8 +268,16 @@ class UploadForm:
     def _read(self) -> Generator[None, None, None]:
         """Read the whole form; yields where it needs more bytes."""
         yield from self._read_content(lambda _: None)
-        while (yield from self._has_field()):
-            self._begin_field((yield from self._read_head()))
+        while not (yield from self._begins_with(b"--")):
+            padding = yield from self._until(b"\r\n", LONGEST_PADDING, _PADDED)
+            if padding.strip(b" \t"):
+                raise form_error(_PADDED)
+            head = yield from self._until(b"\r\n\r\n", LONGEST_FIELD_HEADERS, _HEADERS)
+            if head.startswith(b"\r\n"):
+                raise form_error(_HEADERS)
+            if (yield from self._begins_with(self._mark[2:])):
+                self._pending[:0] = b"\r\n"  # Without a value, the empty line's end is its own.
+            self._begin_field(head)
             yield from self._read_content(self._add)
             if self._name is not None:
                 self.values[self._name] = self._value.decode("utf-8", "replace")
@@ -286,37 +294,18 @@ class UploadForm:
         add(self._take(at))
         self._take(len(self._mark))
 
-    def _has_field(self) -> Generator[None, None, bool]:
-        """Read the rest of a boundary's line, but for its end; False: it was the last one."""
-        while True:
-            line, found, _ = self._pending.partition(b"\r\n")
-            if line.startswith(b"--"):
-                return False
-            # A hyphen may become two, and a carriage return a line's end.
-            if line.rstrip(b"\r").strip(b" \t-") or len(line) > LONGEST_PADDING:
-                raise form_error("a boundary's line does not end with it")
-            if found:
-                break
+    def _begins_with(self, begin: bytes) -> Generator[None, None, bool]:
+        while len(self._pending) < len(begin):
             yield
-        if line.strip(b" \t"):
-            raise form_error("a boundary's line does not end with it")
-        self._take(len(line))
-        return True
+        return self._pending.startswith(begin)
 
-    def _read_head(self) -> Generator[None, None, bytes]:
-        while True:
-            end = self._pending.find(b"\r\n\r\n", 0, LONGEST_FIELD_HEADERS)
-            if end < 0 and len(self._pending) >= LONGEST_FIELD_HEADERS:
-                raise form_error("a field has no headers, or too many")
-            value = end + len(b"\r\n")
-            if end >= 0 and len(self._pending) >= value + len(self._mark):
-                break
+    def _until(self, end: bytes, most: int, problem: str) -> Generator[None, None, bytes]:
+        """Take all up to `end`, which must come within `most` bytes, and drop it."""
+        while (at := self._pending.find(end, 0, most)) < 0:
+            if len(self._pending) >= most:
+                raise form_error(problem)
             yield
-        # The empty line's end is the boundary's where there is no value.
-        has_value = not self._pending.startswith(self._mark, value)
-        head = self._take(end)[2:]
-        self._take(4 if has_value else 2)
-        return head
+        return self._take(at + len(end))[:at]
 
     def _take(self, size: int) -> bytes:
         taken = bytes(self._pending[:size])
@@ -356,6 +345,8 @@ class UploadForm:
             raise form_error(f"the field '{shown}' is longer than {LONGEST_VALUE} bytes")
 
 
+_HEADERS = "a field has no headers, or too many"
+_PADDED = "a boundary's line does not end with it"
 _PLAIN = frozenset({b"", b"7bit", b"8bit", b"binary"})
 
 

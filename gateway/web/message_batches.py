@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from gateway import errors
-from gateway.api.json_values import FIELDS_DECODER, JSON_ERRORS, InvalidJson, parse_json
+from gateway.api.json_values import JSON_ERRORS, InvalidJson, parse_json
 from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
 from gateway.http.body_memory import body_parts, check_plain, content_length
 from gateway.stored.batch_registry import BatchRegistry
@@ -28,9 +28,11 @@ from gateway.web.asgi import JsonResponse, listed, page_limit
 from gateway.web.batches import (
     BatchAccess,
     BatchActions,
+    BatchFields,
     BatchFigures,
     figures_of,
     page_edge,
+    read_batch_fields,
     request_digest,
 )
 
@@ -74,7 +76,7 @@ class MessageBatchEndpoints(BatchActions):
                     return Response(status_code=CLIENT_CLOSED_STATUS)  # Nobody reads it.
                 body.end()
                 asked = replace(
-                    self.access.checked(new, body.fields),
+                    self.access.checked(new, read_batch_fields(body.fields, BatchFields)),
                     request_digest=request_digest(ANTHROPIC, body.digest()),
                 )
                 name = await batches.storage.on_disk(lines.finish)
@@ -221,61 +223,22 @@ def _too_large(most_bytes: int) -> GatewayError:
 LONGEST_FIELD = 4 * 1024  # bytes of a field besides the requests
 # Fields besides the requests; they are the gateway's own.
 OTHER_FIELDS = frozenset({"completion_window", "webhook_url"})
-_CUSTOM_ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-_PATTERN = "^[a-zA-Z0-9_-]{1,64}$"
 _SKIP = re.compile(rb"[ \t\n\r]*")
-_BRACKET_OR_QUOTE = re.compile(rb'["{}\[\]]')
-# What a string has up to its quote, or up to a backslash that is the last byte.
-_STRING_REST = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
+# A bracket, or a string, which may lack its end.
+_TOKEN = re.compile(rb'[{}\[\]]|"[^"\\]*(?:\\.[^"\\]*)*(?P<end>"?)', re.DOTALL)
 _SCALAR_END = re.compile(rb"[,\]} \t\n\r]")
-
 
 _LIST, _LIST_END, _OBJECT_END, _QUOTE = b'[]}"'
 
 
-class _ValueEnd:
-    """Finds the end of one JSON value that comes in pieces. It may be no valid JSON."""
+class _Request(msgspec.Struct, forbid_unknown_fields=True):
+    """One of the requests."""
 
-    def __init__(self, first: int) -> None:
-        self._depth = 0
-        self._is_scalar = first not in b'"{['
-        self._in_string = False
-        self._escaped = False
+    custom_id: Annotated[str, msgspec.Meta(pattern=r"\A[a-zA-Z0-9_-]{1,64}\Z")]
+    params: msgspec.Raw
 
-    def find(self, data: bytes, start: int) -> int | None:
-        """Where it ends in `data`, whose part from `start` on is new; None: not in there."""
-        at = start
-        if self._is_scalar:
-            ended = _SCALAR_END.search(data, at)
-            return None if ended is None else ended.start()
-        while at < len(data):
-            if self._escaped:
-                self._escaped = False
-                at += 1
-            elif self._in_string:
-                found = _STRING_REST.match(data, at)
-                assert found is not None
-                at = found.end()
-                if at == len(data):
-                    return None
-                # A quote, or a backslash as the last byte.
-                self._escaped = data[at] != _QUOTE
-                self._in_string = self._escaped
-                at += 1
-                if not self._in_string and not self._depth:
-                    return at
-            else:
-                found = _BRACKET_OR_QUOTE.search(data, at)
-                if found is None:
-                    return None
-                at = found.end()
-                if found[0] == b'"':
-                    self._in_string = True
-                else:
-                    self._depth += 1 if found[0] in b"{[" else -1
-                    if not self._depth:
-                        return at
-        return None
+
+_REQUEST = msgspec.json.Decoder(_Request)
 
 
 class MessageBatchBody:
@@ -295,7 +258,7 @@ class MessageBatchBody:
         self._key = ""
         self._keys: set[str] = set()
         self._data, self._at = b"", 0
-        """The bytes that have come last, and the place up to which they are read."""
+        """The bytes that have come last, from the value that is being read on, and its place."""
         self._lines: list[bytes] = []  # that were read of them
         self._reading = self._read()  # goes on with each `feed`
         self._is_complete = False
@@ -309,7 +272,7 @@ class MessageBatchBody:
     def feed(self, data: bytes) -> None:
         """Take the next bytes. Raises: GatewayError 400, and what `write` raises."""
         self._digest.update(data)
-        self._data, self._at = data, 0
+        self._data, self._at = self._data[self._at :] + data, 0
         next(self._reading)
         if self._lines:
             self._write(b"".join(self._lines))
@@ -383,23 +346,33 @@ class MessageBatchBody:
         return byte
 
     def _value(self, request: str | None = None) -> Generator[None, None, bytes]:
-        """Take the next value; `request`: what it is called if it is one.
+        """Take the next value, which may be no JSON; `request`: what it is called if it is one.
 
         Raises: GatewayError 400.
         """
-        ends, value = _ValueEnd((yield from self._next())), bytearray()
+        is_scalar = (yield from self._next()) not in b'"{['
         most = LONGEST_FIELD if request is None else self._line_bytes
+        size = depth = 0  # bytes of it that were looked at, and its brackets that are open
         while True:
-            end = ends.find(self._data, self._at)
-            value += self._data[self._at : end]
-            if len(value) > most:
+            begin, end = self._at, None
+            if is_scalar and (found := _SCALAR_END.search(self._data, begin)):
+                end = found.start()
+            for token in () if is_scalar else _TOKEN.finditer(self._data, begin + size):
+                if token["end"] == b"":
+                    break  # a string that goes on in the next bytes
+                depth += {b"{": 1, b"[": 1, b"}": -1, b"]": -1}.get(token[0], 0)
+                size = token.end() - begin
+                if not depth:
+                    end = token.end()
+                    break
+            if (len(self._data) if end is None else end) - begin > most:
                 why = "" if request is None else " ('batches.line_bytes')"
                 raise _refused(
                     f"{request or self._shown_key()}: It is longer than {most} bytes{why}"
                 )
             if end is not None:
                 self._at = end
-                return bytes(value)
+                return self._data[begin:end]
             yield
 
     def _take_key(self, value: bytes) -> None:
@@ -425,51 +398,29 @@ class MessageBatchBody:
     def _line_of(self, value: bytes) -> bytes:
         """The line of a request. Raises: GatewayError 400."""
         where = f"requests.{self.count}"
-        if not value.startswith(b"{"):
-            raise _refused(f"{where}: Input should be a valid dictionary")
         try:
             value.decode()
-            fields = FIELDS_DECODER.decode(value)
-            params = fields.get("params")
-            body = None if params is None else msgspec.json.format(bytes(params), indent=-1)
+            request = _REQUEST.decode(value)
+            body = msgspec.json.format(bytes(request.params), indent=-1)
+        except msgspec.ValidationError as error:
+            raise _refused(f"{where}: {errors.truncate_echo(str(error))}") from None
         except JSON_ERRORS:
             raise _invalid_json(f"{where} can't be read") from None
-        for name in fields:
-            if name not in {"custom_id", "params"}:
-                shown = errors.truncate_echo(name)
-                raise _refused(f"{where}.{shown}: Extra inputs are not permitted")
-        custom_id = self._custom_id(where, fields.get("custom_id"))
-        if body is None:
-            raise _refused(f"{where}.params: Field required")
         if not body.startswith(b"{"):
             raise _refused(f"{where}.params: Input should be a valid dictionary")
+        custom_id = request.custom_id.encode()
+        digest = hashlib.blake2b(custom_id, digest_size=16).digest()
+        if digest in self._ids:
+            raise _refused(
+                "requests: custom_id's must be unique within a batch. Duplicate custom_id found: "
+                f"{request.custom_id}"
+            )
+        self._ids.add(digest)
         # In the form of OpenAI's lines, so that there is one reader of lines.
         return b'{"custom_id":"%b","method":"POST","url":"/v1/messages","body":%b}\n' % (
             custom_id,
             body,
         )
-
-    def _custom_id(self, where: str, raw: msgspec.Raw | None) -> bytes:
-        if raw is None:
-            raise _refused(f"{where}.custom_id: Field required")
-        try:
-            custom_id = parse_json(bytes(raw))
-        except InvalidJson:
-            raise _invalid_json(f"{where} can't be read") from None
-        if not isinstance(custom_id, str):
-            raise _refused(f"{where}.custom_id: Input should be a valid string")
-        if len(custom_id) > 64:
-            raise _refused(f"{where}.custom_id: String should have at most 64 characters")
-        if _CUSTOM_ID.fullmatch(custom_id) is None:
-            raise _refused(f"{where}.custom_id: String should match pattern '{_PATTERN}'")
-        digest = hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
-        if digest in self._ids:
-            raise _refused(
-                "requests: custom_id's must be unique within a batch. Duplicate custom_id found: "
-                f"{custom_id}"
-            )
-        self._ids.add(digest)
-        return custom_id.encode()
 
 
 def _refused(problem: str) -> GatewayError:

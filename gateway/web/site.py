@@ -1,16 +1,14 @@
 """The public listener's own paths: models, health, and errors with a suggestion for all others.
 
-Pages for browsers, of both listeners, are files that are held in memory and sent under a strict
-content policy. They hold no data and need no key: what a page shows, its scripts ask for with the
-key that somebody types into it. There is no build step, and nothing is loaded from elsewhere.
+Pages for browsers, of both listeners, are files that are sent under a strict content policy. They
+hold no data and need no key: what a page shows, its scripts ask for with the key that somebody
+types into it. There is no build step, and nothing is loaded from elsewhere.
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -24,6 +22,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import errors
@@ -356,80 +355,18 @@ _SERVED_PATHS = sorted(
     {route.path for route in ROUTES.values()} | set(_OWN_PATHS), key=len, reverse=True
 )
 
-_OLLAMA_PATHS = {
-    "chat": "/v1/chat/completions",
-    "generate": "/v1/completions",
-    "tags": "/v1/models",
-    "show": "/v1/models",
-    "ps": "/v1/models",
-    "version": "/v1/models",
-    "embed": "/v1/embeddings",
-    "embeddings": "/v1/embeddings",
-}
-
-_MISSPELT_PATHS = {
-    "": "/v1/chat/completions",
-    "/v1": "/v1/chat/completions",
-    "/chat": "/v1/chat/completions",
-    "/v1/chat": "/v1/chat/completions",
-    "/generate": "/v1/completions",
-    "/v1/generate": "/v1/completions",
-    "/v1/complete": "/v1/messages",
-    "/v1/message": "/v1/messages",
-    "/messages": "/v1/messages",
-    "/v1/embed": "/v1/embeddings",
-    "/model": "/v1/models",
-    "/v1/model": "/v1/models",
-    "/v1/file": "/v1/files",
-    "/v1/batch": "/v1/batches",
-    "/batch": "/v1/batches",
-    "/v1/message/batches": "/v1/messages/batches",
-    "/v1/messages/batch": "/v1/messages/batches",
-    "/v1/embedding": "/v1/embeddings",
-    "/audio/transcriptions": "/v1/audio/transcriptions",
-}
-
-# Parts of OpenAI's API that llama.cpp's servers lack, without `/v1/`, and what to use.
-_UNSUPPORTED = {
-    "images": "images are not made",
-    "videos": "videos are not made",
-    "audio/speech": "speech is not made",
-    "audio/translations": "sound is not translated; /v1/audio/transcriptions writes it down",
-    "audio": "of sound there is only /v1/audio/transcriptions",
-    "realtime": "there are no realtime sessions; /v1/chat/completions can stream",
-    "moderations": "nothing is moderated",
-    "fine_tuning": "models are not trained",
-    "fine-tunes": "models are not trained",
-    "assistants": "there are no assistants; /v1/chat/completions and /v1/responses take tools",
-    "threads": "no conversation is kept; send it whole to /v1/chat/completions",
-    "conversations": "no conversation is kept; send it whole to /v1/responses",
-    "responses": "a stored response has only /cancel and /input_items",
-    "background": "a request for later has only /v1/background/{id}",
-    "chat/completions": "no chat is kept; send it whole to /v1/chat/completions",
-    "vector_stores": "no vectors are kept; /v1/embeddings makes them",
-    "uploads": "files are not uploaded in parts; POST /v1/files takes a whole one",
-    "batches": "a batch has only /cancel, /pause, /resume, /output and /errors",
-    "messages/batches": "a message batch has only /results, /cancel, /pause and /resume",
-    "containers": "no code is run",
-    "evals": "nothing is evaluated",
-    "organization": "there is no organization",
-    "edits": "the edits API is no more; use /v1/chat/completions",
-    "engines": "engines are no more; name the model in the body of /v1/completions",
-}
-
+_OLLAMA_PATHS = frozenset(
+    f"/api/{name}"
+    for name in ("chat", "generate", "tags", "show", "ps", "version", "embed", "embeddings")
+)
 _PRIVATE_PATHS = frozenset({"/slots", "/metrics", "/v1/slots", "/v1/metrics", "/lora-adapters"})
 # A path that ends with one of these means it, with or without `/v1`.
 _SUFFIXES = frozenset({"/chat/completions", "/completions", "/embeddings", "/rerank", "/models"})
 
 _SERVED_SUMMARY = (
     "Served are /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, "
-    "/v1/embeddings, /v1/rerank and /v1/models."
+    "/v1/embeddings, /v1/rerank, /v1/models, /v1/files and /v1/batches."
 )
-
-_SLASHES = re.compile("/{2,}")
-_REPEATED_V1 = re.compile("(?:/v1)+(?=/|$)")
-_AZURE_PATH = re.compile("/openai/(?:deployments/[^/]+|v1)(/.+)")
-_GEMINI_PATH = re.compile("/v1(?:beta|alpha)/models/")
 
 
 def suggest_path(path: str, *, ollama: bool = False) -> str:
@@ -437,42 +374,20 @@ def suggest_path(path: str, *, ollama: bool = False) -> str:
 
     `ollama`: Ollama's API is served.
     """
-    path = _SLASHES.sub("/", path[:LONGEST_PATH]).rstrip("/")
-    azure = _AZURE_PATH.fullmatch(path)
-    if azure is not None:
-        advice = _advise(_find_served(azure[1]) or "/v1/chat/completions")
-        return f"Azure's paths are not served. {advice} The deployment's name is the 'model'."
-    if path.startswith("/api/") and path.removeprefix("/api/") in _OLLAMA_PATHS:
-        if ollama:
-            return f"Use {path}."
-        advice = _advise(_OLLAMA_PATHS[path.removeprefix("/api/")])
-        return f"Ollama's API is not served: the setting 'ollama' turns it on. {advice}"
-    if _GEMINI_PATH.match(path) is not None:
-        return f"Gemini's API is not served. {_advise('/v1/chat/completions')}"
+    path = re.sub("/{2,}", "/", path[:LONGEST_PATH]).rstrip("/")
     if path == CALLER_PAGE:
         return "The page for callers is off: the setting 'listen.caller_page' turns it on."
     if path in _PRIVATE_PATHS:
         return "It would tell of other people's requests; the admin listener has /metrics."
-    path = _REPEATED_V1.sub("/v1", path, count=1)
-    served = _find_served(path)
-    if served is not None:
-        return _advise(served)
-    rest = path.removeprefix("/v1").removeprefix("/")
-    for name, reason in _UNSUPPORTED.items():
-        if rest == name or rest.startswith(f"{name}/"):
-            return f"{reason[0].upper()}{reason[1:]}. {_SERVED_SUMMARY}"
-    return _SERVED_SUMMARY
-
-
-def _find_served(path: str) -> str | None:
-    """The served path that `path` means: misspelt, without `/v1`, or behind a prefix."""
-    if path in _MISSPELT_PATHS:
-        return _MISSPELT_PATHS[path]
+    if path in _OLLAMA_PATHS:
+        off = f"Ollama's API is not served: the setting 'ollama' turns it on. {_SERVED_SUMMARY}"
+        return f"Use {path}." if ollama else off
     for served in _SERVED_PATHS:
+        # Without `/v1`, or behind a prefix such as Azure's.
         short = served.removeprefix("/v1")
         if path in {served, short} or path.endswith((served, *_SUFFIXES.intersection({short}))):
-            return served
-    return None
+            return _advise(served)
+    return _SERVED_SUMMARY
 
 
 def _advise(served: str) -> str:
@@ -612,14 +527,6 @@ def _largest(sizes: Iterable[int | None]) -> int | None:
     return max((size for size in sizes if size is not None), default=None)
 
 
-# By suffix; files with another one are not served.
-CONTENT_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
-
 # No inline script or style, no other origin, and no text that becomes markup but lit's own
 # templates.
 CONTENT_SECURITY_POLICY = (
@@ -641,48 +548,25 @@ SECURITY_HEADERS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class StaticFile:
-    """One file in memory."""
-
-    content: bytes
-    content_type: str
-    etag: str
-
-
-@functools.cache
-def load_files(folder: Path) -> Mapping[str, StaticFile]:
-    """The files of pages by their path below `folder`, read once. Raises: OSError."""
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        content_type = CONTENT_TYPES.get(path.suffix)
-        if content_type is not None and path.is_file():
-            content = path.read_bytes()
-            etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-            found[path.relative_to(folder).as_posix()] = StaticFile(content, content_type, etag)
-    return found
-
-
-@dataclass(frozen=True, slots=True)
 class StaticPage:
-    """One page: `name` is that of its HTML among `files`."""
+    """One page and the files that it needs: of those in `folder` only `names` are served."""
 
-    name: str
-    files: Mapping[str, StaticFile]
+    def __init__(self, name: str, folder: Path, names: Iterable[str]) -> None:
+        self._name = name
+        self._names = frozenset(names)
+        self._files = StaticFiles(directory=folder)
 
     async def page(self, request: Request) -> Response:
         """The page itself."""
-        return self._response(request, self.name)
+        return await self._response(request, self._name)
 
     async def file(self, request: Request) -> Response:
         """A file that the page needs. Raises: GatewayError 404."""
-        return self._response(request, request.path_params["file"])
+        return await self._response(request, request.path_params["file"])
 
-    def _response(self, request: Request, name: str) -> Response:
-        file = self.files.get(name)
-        if file is None:
+    async def _response(self, request: Request, name: str) -> Response:
+        if name not in self._names:
             raise errors.not_found(request.scope["path"], None)
-        headers = {**SECURITY_HEADERS, "etag": file.etag}
-        if request.headers.get("if-none-match") == file.etag:
-            return Response(status_code=304, headers=headers)
-        return Response(file.content, headers={**headers, "content-type": file.content_type})
+        response = await self._files.get_response(name, request.scope)
+        response.headers.update(SECURITY_HEADERS)
+        return response

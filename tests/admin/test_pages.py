@@ -7,8 +7,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.admin.app import FILES_PATH, INDEX_PAGE, PAGE, STATIC_FOLDER
-from gateway.web.site import CONTENT_TYPES, load_files
+from gateway.admin.app import (
+    FILES_PATH,
+    INDEX_PAGE,
+    PAGE,
+    PAGE_SUFFIXES,
+    STATIC_FOLDER,
+    page_files,
+)
 from tests.nodes.build import a_spec
 from tests.virtual import in_virtual_time
 from tests.web.bare_gateway import bare_gateway
@@ -49,8 +55,8 @@ def test_nothing_of_the_page_is_loaded_from_elsewhere() -> None:
 
 
 def test_every_file_that_the_page_names_is_served() -> None:
-    files = load_files(STATIC_FOLDER)
-    page = files[PAGE].content.decode()
+    files = page_files()
+    page = (STATIC_FOLDER / PAGE).read_text()
     for name in re.findall(rf'(?:href|src)="{FILES_PATH[1:]}([^"]+)"', page):
         assert name in files, name
     # That of callers is another page: tests/web/test_caller_page.py.
@@ -77,7 +83,7 @@ async def test_a_browser_gets_the_page_and_a_program_the_list_of_paths() -> None
             for headers in ({}, {"accept": "*/*"}, {"accept": "application/json"})
         ]
     assert page.headers["content-type"] == "text/html; charset=utf-8"
-    assert page.content == load_files(STATIC_FOLDER)[PAGE].content
+    assert page.content == (STATIC_FOLDER / PAGE).read_bytes()
     assert page.headers["vary"] == "Accept"
     for text in texts:
         assert text.text == INDEX_PAGE
@@ -118,4 +124,4 @@ async def test_a_file_that_has_not_changed_is_not_sent_again_and_nothing_else_is
             assert (await gateway.admin.get(FILES_PATH + name)).status_code == 404, name
     assert first.headers["cache-control"] == "no-cache"
     assert (again.status_code, again.content) == (304, b"")
-    assert {Path(name).suffix for name in load_files(STATIC_FOLDER)} == set(CONTENT_TYPES)
+    assert {Path(name).suffix for name in page_files()} == PAGE_SUFFIXES

@@ -238,12 +238,6 @@ def test_half_a_chat_is_not_assembled(events: tuple[dict[str, Any], ...]) -> Non
         assemble(*events)
 
 
-def test_usage_that_a_stream_lacks_is_taken_from_its_timings() -> None:
-    timings = {"cache_n": 4, "prompt_n": 10, "predicted_n": 2}
-    whole = assemble(OPENING, chunk({"content": "a"}), chunk({}, "stop", timings=timings))
-    assert whole["usage"] == {"completion_tokens": 2, "prompt_tokens": 14, "total_tokens": 16}
-
-
 def test_a_chat_is_assembled_without_any_figures() -> None:
     whole = assemble(OPENING, chunk({"content": "a"}), chunk({}, "stop"))
     assert whole["choices"][0]["message"]["content"] == "a"

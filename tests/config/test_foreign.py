@@ -10,7 +10,7 @@ model_list:
   - model_name: gpt-4o
     litellm_params: {model: openai/gpt-4o, api_key: os.environ/OPENAI_API_KEY}
   - model_name: mistral
-    litellm_params: {model: openai/m-7b, api_base: "http://h1:8080/v1", api_key: sk-secret}
+    litellm_params: {model: openai/m-7b, api_base: "http://h1:8080/v1", api_key: os.environ/KEY}
   - model_name: mistral
     litellm_params: {model: openai/m-7b, api_base: "http://h2:8080/v1/", api_key: none}
   - model_name: q
@@ -26,8 +26,6 @@ models:
   "qwen2.5:7b": {cmd: "${server} -m q.gguf"}
   coder: {cmd: "llama-server --host 0.0.0.0 --port 9501 -m c.gguf", ttl: 300}
   vision: {cmd: docker run vllm/vllm-openai, proxy: "http://127.0.0.1:9600"}
-peers:
-  far: {proxy: https://far.example, apiKey: "${env.FAR_KEY}", models: [a, b]}
 """
 
 COMPOSE = """
@@ -38,7 +36,7 @@ services:
     ports: ["${OUTER:-8081}:8080"]
     environment: {LLAMA_API_KEY: secret}
   llama-2: {image: "ghcr.io/ggml-org/llama.cpp:server", command: [-m, a.gguf, --port, "9090"]}
-  vllm: {image: vllm/vllm-openai, ports: [{target: 8000, published: 8001, host_ip: 10.0.0.5}]}
+  vllm: {image: vllm/vllm-openai, ports: [{target: 8000, published: 8001}]}
   web: {image: nginx, ports: ["80:80"]}
   ollama: {image: ollama/ollama, ports: ["11434:11434"]}
 """
@@ -46,17 +44,15 @@ services:
 AS_NODES = {
     "LiteLLM": """
 nodes:
-  - {name: mistral, url: http://h1:8080, model: {mistral: m-7b}, api_key_env: MISTRAL_API_KEY}
+  - {name: mistral, url: http://h1:8080, model: {mistral: m-7b}, api_key_env: KEY}
   - {name: mistral-2, url: http://h2:8080, model: {mistral: m-7b}}
   - {name: q, url: "${GPU_BASE}", kind: openai, models_on_demand: true, model: {q: qwen2.5}}
-  # 1 more of its entries name no usable address
 """,
     "llama-swap": """
 nodes:
-  - {name: coder, url: http://127.0.0.1:9501, model: [coder]}
-  - {name: qwen2.5-7b, url: http://127.0.0.1:9000, model: ["qwen2.5:7b"]}
-  - {name: vision, url: http://127.0.0.1:9600, kind: openai, model: [vision]}
-  - {name: far, url: https://far.example, kind: openai, model: [a, b], api_key_env: FAR_KEY}
+  - {name: coder, url: http://127.0.0.1:9501, model: {coder: coder}}
+  - {name: qwen2.5-7b, url: http://127.0.0.1:9000, model: {"qwen2.5:7b": "qwen2.5:7b"}}
+  - {name: vision, url: http://127.0.0.1:9600, kind: openai, model: {vision: vision}}
   # llama-swap starts and stops these. To leave that to it, write it as the one node instead:
   # - {name: llama-swap, url: http://127.0.0.1:8080, kind: openai, models_on_demand: true}
   # To leave it to the gateway, run llama-server --models-dir; ttl, groups and matrix are
@@ -66,7 +62,7 @@ nodes:
 nodes:
   - {name: llama-1, url: http://127.0.0.1:8081}
   - {name: llama-2, url: http://llama-2:9090}
-  - {name: vllm, url: http://10.0.0.5:8001, kind: openai}
+  - {name: vllm, url: http://127.0.0.1:8001, kind: openai}
   - {name: ollama, url: http://127.0.0.1:11434, kind: openai, models_on_demand: true}
 """,
 }
@@ -84,7 +80,7 @@ def test_another_program_s_file_is_told_with_the_lines_that_would_stand_here(
     assert problem.lines == lines
     assert "secret" not in f"{problem}{problem.lines}"
     # They are an inventory.
-    variables = dict.fromkeys(("GPU_BASE", "MISTRAL_API_KEY", "FAR_KEY"), "http://gpu")
+    variables = dict.fromkeys(("GPU_BASE", "KEY"), "http://gpu")
     assert len(load_nodes("\n".join(lines), **variables).nodes) >= 3
     # It is told in place of settings, too, and without a variable's value.
     (problem,) = gateway_problems(text, PORT="a-secret", OUTER="a-secret")
@@ -121,16 +117,12 @@ def test_names_keys_and_addresses_of_all_kinds_make_an_inventory(
     )
     assert problem.lines == (
         "nodes:",
-        (
-            '  - {name: "3b", url: http://a:1, kind: openai, model: {"3b": meta/llama-3b}, '
-            "api_key_env: NODE_3B_API_KEY}"
-        ),
-        '  - {name: b, url: http://b:1, model: {"\\u00e4": llama}, api_key_env: NODE_API_KEY}',
-        "  - {name: c, url: http://c:1}",
-        "  # 1 more of its entries name no usable address",
+        '  - {name: "3b", url: http://a:1, kind: openai, model: {"3b": meta/llama-3b}}',
+        '  - {name: node, url: http://b:1, model: {"\\u00e4": llama}}',
+        "  - {name: node-3, url: http://c:1}",
     )
     text = "\n".join(problem.lines)
-    assert len(load_nodes(text, NODE_3B_API_KEY="k", NODE_API_KEY="k").nodes) == 3
+    assert len(load_nodes(text).nodes) == 3
 
 
 MEGABYTE = "x" * 1_000_000
@@ -161,7 +153,7 @@ def test_a_huge_one_is_told_in_few_words(gateway_problems: Problems, text: str) 
 def test_macros_may_use_those_before_them(nodes_problems: Problems) -> None:
     macros = "macros: {own: --port 9700, server: 'llama-server ${own}'}"
     (problem,) = nodes_problems(f"{macros}\nmodels: {{a: {{cmd: '${{server}} -m a.gguf'}}}}")
-    assert problem.lines[1] == "  - {name: a, url: http://127.0.0.1:9700, model: [a]}"
+    assert problem.lines[1] == "  - {name: a, url: http://127.0.0.1:9700, model: {a: a}}"
 
 
 def test_our_own_keys_of_the_same_name_are_ours(

@@ -74,20 +74,17 @@ def test_every_key_and_item_knows_its_line_and_path(file: Path) -> None:
     assert entry(source, "nodes", 1, "name") == YamlEntry(YamlScalar("b"), 7, "nodes[1].name")
 
 
-def test_keys_quotes_and_tags_make_texts(file: Path) -> None:
+def test_keys_quotes_and_the_tag_of_texts_make_texts(file: Path) -> None:
     expected = {"1": "a", "true": "b", "~": "c", "off": "d"}
     assert value(file, "{1: a, true: b, ~: c, off: d}") == expected
-    assert value(file, "[\"1\", 'true', !!str 2, ! 3]") == ["1", "true", "2", "3"]
-    assert value(file, "[!!int 1, !!float 2, !!bool true, !!null ~]") == [1, 2, True, None]
+    assert value(file, "[\"1\", 'true', !!str 2]") == ["1", "true", "2"]
 
 
-@each_case(
-    "text", ["!!python/object:os.system x", "!mine 1", "!!int x", "!!binary aGk=", "!!set {a: }"]
-)
+@each_case("text", ["!!python/object:os.system x", "!mine 1", "!!int 1", "!!set {a: }"])
 def test_other_tags_are_refused(file: Path, text: str) -> None:
     (problem,) = read(file, f"a: {text}\n").problems
     assert (problem.line, problem.key) == (1, "a")
-    assert "tag is not supported" in problem.message
+    assert "a tag but !!str is not supported" in problem.message
 
 
 def test_a_duplicate_key_is_reported_with_both_lines(file: Path) -> None:
@@ -103,7 +100,7 @@ def test_a_whole_reference_is_typed_and_a_part_is_text(file: Path) -> None:
     found = value(file, text, N="42", T="true", V="1, b: [2]\nc: 3")
     assert isinstance(found, dict)
     assert list(found.values()) == [42, 42, "420", True, 0.5, None, "5$", "x1, b: [2]\nc: 3"]
-    assert value(file, "a: !!str ${N}\nb: ! '${E:-}'", N="42") == {"a": "42", "b": ""}
+    assert value(file, "a: !!str ${N}", N="42") == {"a": "42"}
 
 
 def test_every_missing_variable_is_reported(file: Path) -> None:

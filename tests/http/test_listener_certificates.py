@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
@@ -16,12 +15,9 @@ from gateway.http.certificates import (
     CertificateError,
     ListenerCertificates,
     ServerCertificate,
-    changed_files,
     load_certificate,
 )
-from tests.gateways import until
 from tests.http.authority import issue, shown
-from tests.virtual import in_virtual_time
 
 
 @asynccontextmanager
@@ -81,57 +77,6 @@ async def test_the_certificates_of_both_listeners_are_renewed_on_their_own(
     assert results["listen.tls"] is None
     assert results["admin.tls"] is not None
     assert str(both.error).startswith("admin.tls: ")
-
-
-# TlsFiles that change.
-
-
-class Looks:
-    """The names of files, and how often somebody has asked for them."""
-
-    def __init__(self, *paths: Path) -> None:
-        self._paths = paths
-        self.count = 0
-
-    def __call__(self) -> tuple[Path, ...]:
-        self.count += 1
-        return self._paths
-
-
-async def changes(paths: Looks) -> set[Path]:
-    """The next change."""
-    async for changed in changed_files(paths, poll_seconds=0.05):
-        return changed
-    raise AssertionError
-
-
-async def after_first_look(work: asyncio.Task[set[Path]], paths: Looks) -> None:
-    await until(lambda: paths.count >= 2)
-    assert not work.done()
-
-
-async def test_a_file_that_is_replaced_by_a_rename_is_seen(tmp_path: Path) -> None:
-    one, other = tmp_path / "one", tmp_path / "other"
-    one.write_text("1")
-    other.write_text("1")
-    paths = Looks(one, other)
-    work = asyncio.create_task(changes(paths))
-    await after_first_look(work, paths)
-    (tmp_path / "new").write_text("2")
-    (tmp_path / "new").rename(one)
-    assert await asyncio.wait_for(work, 30) == {one}
-
-
-@in_virtual_time
-async def test_a_file_that_keeps_changing_is_reported_once_it_rests(tmp_path: Path) -> None:
-    path = tmp_path / "cert.pem"
-    path.write_text("")
-    work = asyncio.create_task(changes(Looks(path)))
-    for number in range(20):
-        await asyncio.sleep(0.03)
-        path.write_text("x" * number)
-        time.sleep(0.002)  # noqa: ASYNC251 - the file system's clock, which is not virtual
-    assert await work == {path}
 
 
 ENCRYPTED_KEY = """\
