@@ -80,49 +80,32 @@ from gateway.config.stored import (
 )
 from gateway.config.yaml_file import YamlDocument, YamlEntry, YamlList, YamlMapping, YamlScalar
 
-_HOP = frozenset(
+_RESERVED = frozenset(
     {
+        # Hop-by-hop fields and those that frame a body: the gateway makes its own for each side.
         *("connection", "content-encoding", "content-length", "expect", "host", "http2-settings"),
         *("keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"),
-    }
-)
-"""Hop-by-hop fields and those that frame a body: the gateway makes its own for each side."""
-
-_CREDENTIALS = frozenset(
-    {
+        # Credentials.
         *("api-key", "authorization", "cookie", "proxy-authenticate", "proxy-authorization"),
         *("set-cookie", "set-cookie2", "www-authenticate", "x-api-key"),
-    }
-)
-
-_OWN = frozenset(
-    {
+        # What the gateway itself reads or writes.
         *("accept-encoding", "request-id", "via", "x-priority", "x-request-id"),
         *("x-request-timeout", "x-should-retry"),
     }
 )
 
-_OWN_PREFIXES = ("access-control-", "x-accel-", "x-gateway-")
+_RESERVED_PREFIXES = ("access-control-", "x-accel-", "x-gateway-")
 
 
 def _may_pass(name: str) -> str:
     lowered = name.lower()
     if "*" in name:
         raise validation_error("must be one header's name, not a pattern", "write each name")
-    if lowered in _HOP:
+    if lowered in _RESERVED or lowered.startswith(_RESERVED_PREFIXES):
         raise validation_error(
             f"{name} can't pass",
-            "it belongs to one connection or body, and the gateway makes its own; leave it out",
-        )
-    if lowered in _CREDENTIALS:
-        raise validation_error(
-            f"{name} can't pass",
-            "it holds credentials; a node's own key is named by its api_key_env or api_key_file in "
-            "the inventory",
-        )
-    if lowered in _OWN or lowered.startswith(_OWN_PREFIXES):
-        raise validation_error(
-            f"{name} can't pass", "the gateway itself reads or writes it; leave it out"
+            "it holds credentials, belongs to one connection, or is the gateway's own: leave it "
+            "out; a node's own key is named by its api_key_env or api_key_file in the inventory",
         )
     return name
 
