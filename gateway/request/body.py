@@ -402,6 +402,11 @@ class LargeBody:
             return b""
         return self._body[found.start : found.truncated_at or found.end] + found.truncated_suffix
 
+    def truncated_fields(self, names: Iterable[str]) -> bytes:
+        """A JSON object of the beginnings of these fields, as far as the body has them."""
+        found = ((name, self.truncated_field(name)) for name in names)
+        return _join_fields((name, value) for name, value in found if value)
+
     def truncated_bytes(self, name: str) -> int:
         """Bytes of a field that its `truncated_field` leaves out."""
         found = self._field(name)

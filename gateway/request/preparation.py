@@ -46,8 +46,8 @@ from gateway.request.edits import raw_fields
 from gateway.request.prompt_key import (
     SHORTEST_BODY,
     VolatileLines,
-    build_large_prompt_key,
     build_prompt_key,
+    prompt_key_steps,
 )
 from gateway.request.routes import Route
 from gateway.terms import Caller, Headers, Priority
@@ -449,7 +449,7 @@ def read_in_steps(
     large = incoming.body = yield from read_large_body(body, rules.limits)
     request = read()
     lease_request = request.lease_request
-    key = yield from build_large_prompt_key(
+    key = yield from prompt_key_steps(
         large,
         incoming.route,
         lease_request.wanted.model,

@@ -12,14 +12,21 @@ the turn before, whatever the template puts between messages.
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
-from gateway.api.json_values import FIELDS_DECODER, ITEMS_DECODER, TEXT_DECODER, as_raw
+from gateway.api.json_values import (
+    FIELDS_DECODER,
+    ITEMS_DECODER,
+    TEXT_DECODER,
+    as_raw,
+    run_at_once,
+)
 from gateway.config.settings import LONGEST_LINE, literal_prefix, pattern_problem
 from gateway.lease import KeyedHash, PromptKey, block_numbers
-from gateway.request.body import BYTES_PER_TOKEN, MISSING, Body, LargeBody
+from gateway.request.body import BYTES_PER_TOKEN, MISSING, Body
 from gateway.request.edits import Edit, raw_fields
 from gateway.request.media import UNREADABLE_IMAGE_TOKENS
 from gateway.request.routes import Route
@@ -34,7 +41,7 @@ BLOCKS_PER_STEP = 512  # Blocks that are hashed in one step: 0.4 ms
 IMAGE_BYTES = UNREADABLE_IMAGE_TOKENS * BYTES_PER_TOKEN
 
 
-class _Part(msgspec.Struct):
+class _Part(msgspec.Struct, gc=False):
     type: str = ""
     text: str | None = None
     # Of parts that are not text, what templates use: tool calls, their results, thinking, media.
@@ -48,7 +55,7 @@ class _Part(msgspec.Struct):
     file: msgspec.Raw = MISSING
 
 
-class _Message(msgspec.Struct):
+class _Message(msgspec.Struct, gc=False):
     role: str = ""
     type: str = ""
     content: str | list[_Part] | None = None
@@ -58,7 +65,7 @@ class _Message(msgspec.Struct):
     output: msgspec.Raw = MISSING
 
 
-class _ChatBody(msgspec.Struct):
+class _ChatBody(msgspec.Struct, gc=False):
     tools: msgspec.Raw = MISSING
     system: str | list[_Part] | None = None
     instructions: str | None = None
@@ -66,138 +73,79 @@ class _ChatBody(msgspec.Struct):
     input: str | list[_Message] | None = None
 
 
-class _CompletionBody(msgspec.Struct):
+class _CompletionBody(msgspec.Struct, gc=False):
     prompt: msgspec.Raw = MISSING
 
 
-class _InfillBody(msgspec.Struct):
+class _InfillBody(msgspec.Struct, gc=False):
     input_extra: msgspec.Raw = MISSING
     input_prefix: str = ""
     input_suffix: str = ""
     prompt: str = ""
 
 
-_CHAT_BODY = msgspec.json.Decoder(_ChatBody)
-_COMPLETION_BODY = msgspec.json.Decoder(_CompletionBody)
-_INFILL_BODY = msgspec.json.Decoder(_InfillBody)
-_SYSTEM_PROMPT = msgspec.json.Decoder(str | list[_Part] | None)
-_MESSAGES = msgspec.json.Decoder(str | list[_Message] | None)
 _TEXTS = msgspec.json.Decoder(list[str])
 _SEPARATOR = "\0"
 _SYSTEM_ROLES = frozenset({"system", "developer"})
-_CHAT_FIELDS = frozenset({"messages", "input"})
 
 
 def build_prompt_key(
-    body: bytes,
+    body: Body,
     route: Route,
     model: str,
     volatile_lines: VolatileLines,
     keyed_hash: KeyedHash,
     scope: str = "",
 ) -> PromptKey | None:
-    """The key of a body's prompt.
-
-    `scope`: equal prompts have equal keys within it alone.
-
-    None: the prompt is too short, the path has no prompt cache, or the body holds several prompts
-    or a prompt in an unknown form.
-    """
-    if len(body) < SHORTEST_BODY or not route.generates:
+    """As `prompt_key_steps`, at once."""
+    if len(body) < SHORTEST_BODY:
         return None
-    key = _KeyBuilder(volatile_lines)
-    try:
-        if route.prompt_field in _CHAT_FIELDS:
-            _add_chat(key, _CHAT_BODY.decode(body))
-        elif route.prompt_field == "prompt":
-            if not _add_completion_prompt(key, _COMPLETION_BODY.decode(body).prompt):
-                return None
-        elif route.prompt_field == "input_prefix":
-            infill = _INFILL_BODY.decode(body)
-            # Behind the other files and the text before the cursor all only counts.
-            if infill.input_extra is not MISSING:
-                key.add(bytes(infill.input_extra))
-            key.add_open(infill.input_prefix.encode())
-            key.count(len(infill.input_suffix) + len(infill.prompt))
-        else:
-            return None
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        return None
-    return key.build(keyed_hash, _first_mark(keyed_hash, model, scope))
+    return run_at_once(prompt_key_steps(body, route, model, volatile_lines, keyed_hash, scope))
 
 
-def build_large_prompt_key(
-    body: LargeBody,
+def prompt_key_steps(
+    body: Body,
     route: Route,
     model: str,
     volatile_lines: VolatileLines,
     keyed_hash: KeyedHash,
     scope: str = "",
 ) -> Generator[None, None, PromptKey | None]:
-    """The key of a large body's prompt, in short steps.
+    """The key of a body's prompt, in short steps.
 
-    It covers the prompt's beginning; the rest only counts towards its size.
+    Of a large body it covers the prompt's beginning; the rest only counts towards its size.
+    `scope`: equal prompts have equal keys within it alone.
+
+    None: the prompt is too short, the path has no prompt cache, or the body holds several prompts
+    or a prompt in an unknown form.
     """
-    if not route.generates:
+    known = _PROMPTS.get(route.prompt_field) if route.generates else None
+    if known is None:
         return None
+    decoder, add_prompt = known
     key = _KeyBuilder(volatile_lines)
     try:
-        if route.prompt_field in _CHAT_FIELDS:
-            yield from _add_large_chat(key, body)
-        elif route.prompt_field == "prompt":
-            if body.count_token_ids("prompt"):
-                key.add_open(body.truncated_field("prompt")[1:-1].strip())
-                key.scale(BYTES_PER_TOKEN * body.count_token_ids("prompt"))
-            elif body.count_prompts() > 1 or not _add_completion_prompt(
-                key, msgspec.Raw(body.truncated_field("prompt"))
-            ):
-                return None
-            else:
-                key.count(body.truncated_bytes("prompt"))
-        elif route.prompt_field == "input_prefix":
-            if extra := body.truncated_field("input_extra"):
-                key.add(extra)
-            key.add_open(
-                TEXT_DECODER.decode(body.truncated_field("input_prefix") or b'""').encode()
-            )
-            key.count(sum(map(body.truncated_bytes, ("input_extra", "input_prefix"))))
-            key.count(body.field_size("input_suffix") + body.field_size("prompt"))
+        if isinstance(body, bytes):
+            yield from add_prompt(key, decoder.decode(body))
         else:
-            return None
+            names = decoder.type.__struct_fields__
+            yield from add_prompt(key, decoder.decode(body.truncated_fields(names)))
+            key.count(sum(map(body.truncated_bytes, names)))
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
-    return (yield from key.build_in_steps(keyed_hash, _first_mark(keyed_hash, model, scope)))
-
-
-def _add_large_chat(key: _KeyBuilder, body: LargeBody) -> Generator[None, None, None]:
-    if tools := body.truncated_field("tools"):
-        key.add(tools)
-    for name in ("system", "instructions"):
-        if not key.full and (text := body.truncated_field(name)):
-            system = _SYSTEM_PROMPT.decode(text)
-            if system:
-                _add_message(key, _Message("system", content=system), is_system=True)
-            yield
-    name = "input" if body.has_any(("input",)) else "messages"
-    raw = body.truncated_field(name)
-    decoded = _MESSAGES.decode(raw) if raw and not key.full else None
-    yield
-    messages = [_Message("user", content=decoded)] if isinstance(decoded, str) else decoded or []
-    in_system_prompt = True
-    for number, message in enumerate(messages):
-        if key.full:
-            # The remaining messages count their share of the size.
-            key.count(len(raw) * (len(messages) - number) // len(messages))
-            break
-        in_system_prompt = in_system_prompt and message.role in _SYSTEM_ROLES
-        _add_message(key, message, is_system=in_system_prompt)
-        if number % MESSAGES_PER_STEP == MESSAGES_PER_STEP - 1:
-            yield
-    key.count(sum(map(body.truncated_bytes, ("tools", "system", "instructions", name))))
+    blocks = key.blocks
+    if not (blocks and key.size):
+        return None  # or it would hold no text at all
+    digests = keyed_hash.chain(_first_mark(keyed_hash, model, scope), blocks[:BLOCKS_PER_STEP])
+    for start in range(BLOCKS_PER_STEP, len(blocks), BLOCKS_PER_STEP):
+        yield
+        digests += keyed_hash.chain(digests[-1], blocks[start : start + BLOCKS_PER_STEP])
+    tokens = key.size / BYTES_PER_TOKEN
+    return PromptKey(block_numbers(digests), tokens, tuple(key.ends), key.size, key.omits_volatile)
 
 
 class _KeyBuilder:
-    """Cuts a prompt into blocks, and makes its key of them."""
+    """Cuts a prompt into blocks."""
 
     __slots__ = ("_volatile_lines", "blocks", "ends", "omits_volatile", "size")
 
@@ -210,24 +158,26 @@ class _KeyBuilder:
 
     def add(self, data: bytes, weight: int | None = None) -> None:
         """Add data that ends with its own block; `weight`: the bytes that it counts as."""
-        room = MOST_BLOCKS - len(self.blocks)
         if weight is None and len(data) > BLOCK_BYTES:
-            full = min(len(data), room * BLOCK_BYTES)
-            for at in range(0, full, BLOCK_BYTES):
-                part = data[at : at + BLOCK_BYTES]
-                self._add_block(part, len(part))
-            self.size += len(data) - full
-        elif room:
-            self._add_block(data, len(data) if weight is None else weight)
-        else:
-            self.size += len(data) if weight is None else weight
+            self._cut(data, len(data))
+            return
+        self.size += len(data) if weight is None else weight
+        if len(self.blocks) < MOST_BLOCKS:
+            self.blocks.append(data)
+            self.ends.append(self.size)
 
     def add_open(self, data: bytes) -> None:
         """Add data that may go on in the next prompt: only full blocks are hashed."""
-        full = min(len(data) // BLOCK_BYTES, MOST_BLOCKS - len(self.blocks)) * BLOCK_BYTES
-        for at in range(0, full, BLOCK_BYTES):
-            self._add_block(data[at : at + BLOCK_BYTES], BLOCK_BYTES)
-        self.size += len(data) - full
+        self._cut(data, len(data) // BLOCK_BYTES * BLOCK_BYTES)
+
+    def _cut(self, data: bytes, most: int) -> None:
+        """Cut so many bytes of `data` into blocks; all of it counts."""
+        size, room = self.size, (MOST_BLOCKS - len(self.blocks)) * BLOCK_BYTES
+        for at in range(0, min(most, room), BLOCK_BYTES):
+            part = data[at : at + BLOCK_BYTES]
+            self.blocks.append(part)
+            self.ends.append(size + at + len(part))
+        self.size = size + len(data)
 
     def count(self, size: int) -> None:
         """Count bytes of the prompt that are not hashed."""
@@ -240,45 +190,10 @@ class _KeyBuilder:
         self.omits_volatile = self.omits_volatile or stable is not sent
         return stable
 
-    @property
-    def full(self) -> bool:
-        """Whether no further block is hashed."""
-        return len(self.blocks) >= MOST_BLOCKS
-
-    def build(self, keyed_hash: KeyedHash, mark: bytes) -> PromptKey | None:
-        """The key; None without blocks, or if they hold no text at all.
-
-        `mark`: what stands before the first block.
-        """
-        if not (self.blocks and self.size):
-            return None
-        return self._key(keyed_hash.chain(mark, self.blocks))
-
-    def build_in_steps(
-        self, keyed_hash: KeyedHash, mark: bytes
-    ) -> Generator[None, None, PromptKey | None]:
-        """The same in short steps."""
-        if not (self.blocks and self.size):
-            return None
-        digests = [mark]
-        for start in range(0, len(self.blocks), BLOCKS_PER_STEP):
-            yield
-            digests += keyed_hash.chain(digests[-1], self.blocks[start : start + BLOCKS_PER_STEP])
-        return self._key(digests[1:])
-
-    def _key(self, digests: list[bytes]) -> PromptKey:
-        numbers, tokens = block_numbers(digests), self.size / BYTES_PER_TOKEN
-        return PromptKey(numbers, tokens, tuple(self.ends), self.size, self.omits_volatile)
-
     def scale(self, size: int) -> None:
         """Count everything added so far as `size` bytes in all."""
         self.ends = [end * size // self.size for end in self.ends]
         self.size = size
-
-    def _add_block(self, data: bytes, weight: int) -> None:
-        self.size += weight
-        self.blocks.append(data)
-        self.ends.append(self.size)
 
 
 def _first_mark(keyed_hash: KeyedHash, model: str, scope: str) -> bytes:
@@ -292,7 +207,7 @@ def _first_mark(keyed_hash: KeyedHash, model: str, scope: str) -> bytes:
     return keyed_hash.digest((b"\0scope ", mark, scope.encode())) if scope else mark
 
 
-def _add_chat(key: _KeyBuilder, chat: _ChatBody) -> None:
+def _add_chat(key: _KeyBuilder, chat: _ChatBody) -> Generator[None, None, None]:
     if chat.tools is not MISSING:
         key.add(bytes(chat.tools))
     for system in (chat.system, chat.instructions):
@@ -302,40 +217,32 @@ def _add_chat(key: _KeyBuilder, chat: _ChatBody) -> None:
     if isinstance(messages, str):
         messages = [_Message("user", content=messages)]
     in_system_prompt = True
-    unhashed: list[_Message] = []
-    if len(messages) > MOST_BLOCKS:
-        # Each message makes a block at least.
-        messages, unhashed = messages[:MOST_BLOCKS], messages[MOST_BLOCKS:]
-    for message in messages:
-        in_system_prompt = in_system_prompt and message.role in _SYSTEM_ROLES
-        _add_message(key, message, is_system=in_system_prompt)
-    for message in unhashed:
-        content = message.content
-        if isinstance(content, str):
-            key.count(len(content))
-        else:
-            key.count(sum(len(part.text or "") for part in content or ()))
+    for start in range(0, len(messages), MESSAGES_PER_STEP):
+        for message in messages[start : start + MESSAGES_PER_STEP]:
+            in_system_prompt = in_system_prompt and message.role in _SYSTEM_ROLES
+            _add_message(key, message, is_system=in_system_prompt)
+        yield
 
 
 def _add_message(key: _KeyBuilder, message: _Message, *, is_system: bool) -> None:
     """Add a message as blocks of its own. Images count as what they cost, not as their base64."""
     content = message.content
-    texts = [message.role]
     if isinstance(content, str):
         if is_system and not (content := key.stable_lines(content)):
             return
-        texts.append(content)
-    elif content:
-        for part in content:
+        key.add(f"{message.role}{_SEPARATOR}{content}".encode())
+    else:
+        texts = [message.role]
+        for part in content or ():
             if part.text is None:
                 key.add(_SEPARATOR.join(texts).encode())
                 _add_media_or_tool(key, part)
                 texts = []
             elif text := key.stable_lines(part.text) if is_system else part.text:
                 texts.append(text)
-        if is_system and len(texts) == 1:
+        if is_system and content and len(texts) == 1:
             return
-    key.add(_SEPARATOR.join(texts).encode())
+        key.add(_SEPARATOR.join(texts).encode())
     for raw in (message.name, message.tool_calls, message.arguments, message.output):
         if raw is not MISSING:
             key.add(bytes(raw))
@@ -355,26 +262,42 @@ def _add_media_or_tool(key: _KeyBuilder, part: _Part) -> None:
         key.add(data, IMAGE_BYTES if b'"base64"' in data else None)
 
 
-def _add_completion_prompt(key: _KeyBuilder, raw: msgspec.Raw) -> bool:
-    """Add a completion's prompt, text or token ids; False if it is several, or none."""
-    data = bytes(raw).strip()
-    if data[:1] == b"[":
-        if b'"' in data or b"[" in data[1:]:
-            texts = _TEXTS.decode(data)
-            if len(texts) != 1:
-                return False
-            text = texts[0]
-        else:
-            key.add_open(data[1:-1].strip())
-            key.scale(BYTES_PER_TOKEN * (data.count(b",") + 1))
-            return True
-    elif data[:1] == b'"':
-        text = TEXT_DECODER.decode(data)
+def _add_completion(key: _KeyBuilder, body: _CompletionBody) -> Generator[None, None, None]:
+    """Add a completion's prompt, text or token ids; nothing if it is several, or none."""
+    yield from ()
+    data = bytes(body.prompt).strip()
+    if data[:1] == b'"':
+        texts = [TEXT_DECODER.decode(data)]
+    elif data[:1] != b"[":
+        return
+    elif b'"' in data or b"[" in data[1:]:
+        texts = _TEXTS.decode(data)
     else:
-        return False
-    key.add_open(key.stable_lines(text).encode())
-    return True
+        key.add_open(data[1:-1].strip())
+        key.scale(BYTES_PER_TOKEN * (data.count(b",") + 1))
+        return
+    if len(texts) == 1:
+        key.add_open(key.stable_lines(texts[0]).encode())
 
+
+def _add_infill(key: _KeyBuilder, body: _InfillBody) -> Generator[None, None, None]:
+    """Behind the other files and the text before the cursor all only counts."""
+    yield from ()
+    if body.input_extra is not MISSING:
+        key.add(bytes(body.input_extra))
+    key.add_open(body.input_prefix.encode())
+    key.count(len(body.input_suffix) + len(body.prompt))
+
+
+_AddPrompt = Callable[[_KeyBuilder, Any], Generator[None, None, None]]
+_CHAT = msgspec.json.Decoder(_ChatBody), _add_chat
+# By the field that holds the prompt: what decodes the body, and adds its prompt to a key.
+_PROMPTS: Mapping[str | None, tuple[msgspec.json.Decoder[Any], _AddPrompt]] = {
+    "messages": _CHAT,
+    "input": _CHAT,
+    "prompt": (msgspec.json.Decoder(_CompletionBody), _add_completion),
+    "input_prefix": (msgspec.json.Decoder(_InfillBody), _add_infill),
+}
 
 # Lines never in a prompt key; removed from requests only if the settings say so.
 BUILT_IN_PATTERNS = ("x-anthropic-billing-header:",)

@@ -41,8 +41,8 @@ from gateway.request.prompt_key import (
     BLOCK_BYTES,
     MOST_BLOCKS,
     VolatileLines,
-    build_large_prompt_key,
     build_prompt_key,
+    prompt_key_steps,
 )
 from gateway.request.routes import ROUTES
 from tests.each_case import each_case
@@ -238,7 +238,7 @@ def test_a_large_body_is_read_as_a_small_one_is(path: str, body: dict[str, Any])
     if prompt:
         assert found.estimate_min_tokens(prompt) <= estimate_min_tokens(raw)
     small_key = build_prompt_key(data, route, "m", VolatileLines(), HASH)
-    key = run_at_once(build_large_prompt_key(found, route, "m", VolatileLines(), HASH))
+    key = run_at_once(prompt_key_steps(found, route, "m", VolatileLines(), HASH))
     assert (key is None) == (small_key is None)
     if key is not None and small_key is not None:
         assert key.blocks == small_key.blocks
@@ -249,7 +249,7 @@ def test_a_prompt_key_has_bounded_blocks_and_the_whole_size() -> None:
     for content in ("x" * 6_000_000, [{"type": "text", "text": "x" * 1000}] * 6000):
         data, found = large({"messages": [{"role": "user", "content": content}] * 2})
         route = ROUTES["/v1/chat/completions"]
-        steps, key = counted(build_large_prompt_key(found, route, "m", VolatileLines(), HASH))
+        steps, key = counted(prompt_key_steps(found, route, "m", VolatileLines(), HASH))
         whole = build_prompt_key(data, route, "m", VolatileLines(), HASH)
         assert whole is not None
         assert len(key.blocks) <= MOST_BLOCKS

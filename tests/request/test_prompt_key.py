@@ -26,8 +26,8 @@ from gateway.request.prompt_key import (
     SHORTEST_BODY,
     LinePatterns,
     VolatileLines,
-    build_large_prompt_key,
     build_prompt_key,
+    prompt_key_steps,
 )
 from gateway.request.routes import ROUTES
 from tests.each_case import each_case
@@ -376,7 +376,7 @@ def test_a_scope_is_kept_by_large_bodies() -> None:
     data = json.dumps(body).encode()
     large = run_at_once(read_large_body(data, LimitSettings()))
     for scope in ("", "group a"):
-        key = run_at_once(build_large_prompt_key(large, ROUTES[CHAT], "m", NONE, HASH, scope))
+        key = run_at_once(prompt_key_steps(large, ROUTES[CHAT], "m", NONE, HASH, scope))
         assert key is not None
         assert key.blocks == scoped(body, scope).blocks
 
