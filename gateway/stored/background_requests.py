@@ -643,9 +643,7 @@ class BackgroundRunner(RowRuns[HeldRequest]):
     _renew_at: float = 0.0
     _full: set[str] = field(default_factory=set)
     """Owners that keep as much as they may: their requests wait."""
-    _looked_at: set[str] = field(default_factory=set)
-    """The owners of which that is known, until `_look_again_at`."""
-    _look_again_at: float = 0.0
+    _look_again_at: float = 0.0  # when that is to be asked again
     _trouble: StorageTrouble = field(
         init=False,
         default_factory=lambda: StorageTrouble(
@@ -720,10 +718,9 @@ class BackgroundRunner(RowRuns[HeldRequest]):
     async def _full_owners(self, owners: set[str]) -> set[str]:
         """Those that keep as much as they may; what others add is seen a second later at most."""
         loop = asyncio.get_running_loop()
-        if loop.time() >= self._look_again_at or not owners <= self._looked_at:
+        if loop.time() >= self._look_again_at:
             most = self.leases.storage.settings().bytes_per_key
             self._full = await self.leases.storage.read(files.full_owners, owners, most, self.now())
-            self._looked_at = owners
             self._look_again_at = loop.time() + LOOK_SECONDS
         return self._full
 

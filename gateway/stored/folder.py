@@ -43,6 +43,7 @@ from gateway.store.store import Store
 ID_FILE = "folder-id"
 # Bytes of the file system that are never filled: the store, logs and state files need room.
 SPARE_BYTES = 64 << 20
+FULL_SECONDS = 300.0  # seconds after which a file that there was no room for is forgotten
 # After so many bytes of a file it is brought to the disk, and the room is checked again.
 STEP_BYTES = 16 << 20
 LONGEST_ID = 64
@@ -96,11 +97,9 @@ class Folder:
     refusals: int = 0  # how often there was no room, since the start
     full: FolderFull | None = None
     """Why there was no room of late; None: there is, as `look_for_room` has seen."""
+    _refused: tuple[int, float] = 0, 0.0  # the bytes that there was no room for, and when
     _inode: tuple[int, int] | None = None
     """Of the opened folder: its file system may be taken away later."""
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held while `_open_files` is read or changed."""
-    _open_files: set[NewFile] = field(default_factory=set)
     _beginning: threading.Lock = field(default_factory=threading.Lock)
     """Held from the check of the room for a new file until the file counts."""
 
@@ -137,9 +136,12 @@ class Folder:
                 path = self.location / f"{_TEMPORARY}{name}"
                 descriptor = os.open(path, _CREATE, 0o600)
                 if _lock(descriptor) and os.fstat(descriptor).st_nlink:
-                    new = NewFile(self, name, descriptor, size)
-                    with self._lock:
-                        self._open_files.add(new)
+                    new = NewFile(self, name, descriptor)
+                    try:
+                        os.ftruncate(descriptor, size)  # From now on it counts as that large.
+                    except OSError:
+                        new.discard()
+                        raise
                     return new
                 os.close(descriptor)
         raise FolderError(f"{self.location}: new files vanish", "let nothing else remove its files")
@@ -248,21 +250,21 @@ class Folder:
         """Raises: FolderFull, if there is no room for so many bytes more; FolderError."""
         error = self._lack_of_room(size)
         if error is not None:
-            with self._lock:
-                self.refusals += 1
-                self.full = error
+            self.refusals += 1
+            self.full, self._refused = error, (size, self.now())
             raise error
 
     def look_for_room(self) -> None:
-        """Let `full` be None once there is some room again. Raises: FolderError."""
-        if self.full is not None:
-            self.full = self._lack_of_room(STEP_BYTES)
+        """Let `full` be None once there is room for what was refused, or that is long ago.
+
+        Raises: FolderError.
+        """
+        size, at = self._refused
+        if self.now() - at >= FULL_SECONDS or self._lack_of_room(size) is None:
+            self.full = None
 
     def _lack_of_room(self, size: int) -> FolderFull | None:
         """Why there is no room for so many bytes more; None: there is. Raises: FolderError."""
-        with self._lock:
-            # Bytes that are expected for sure, and that the disk does not show yet.
-            size += sum(new.missing_bytes for new in self._open_files)
         most = self.most_bytes()
         if self.used_bytes() + size > most:
             return FolderFull(
@@ -272,11 +274,6 @@ class Folder:
         if self.free_bytes() < size + self.spare_bytes:
             return FolderFull("the disk of the files is full", "free space on it, or delete files")
         return None
-
-    def closed(self, new: NewFile) -> None:
-        """For `NewFile` itself: it is complete or gone."""
-        with self._lock:
-            self._open_files.discard(new)
 
     def _new_name(self, kind: str) -> str:
         name = f"{kind}-{int(self.now() * 1000):012x}{self.token(10)}"
@@ -344,7 +341,6 @@ class NewFile:
     folder: Folder
     name: str  # the name that it gets
     _descriptor: int | None
-    expected: int  # bytes
     size: int = 0  # bytes that were written
     _digest: hashlib._Hash = field(default_factory=hashlib.sha256)
     _next_step: int = STEP_BYTES
@@ -354,11 +350,6 @@ class NewFile:
     def sha256(self) -> str:
         """Of what was written, in hex digits."""
         return self._digest.hexdigest()
-
-    @property
-    def missing_bytes(self) -> int:
-        """Bytes that are still expected."""
-        return max(0, self.expected - self.size)
 
     @property
     def _temporary(self) -> Path:
@@ -380,7 +371,7 @@ class NewFile:
             self.folder.check_in_place()
             # Without a sync at each step the last one would take long, and all wait in memory.
             if is_step := end >= self._next_step:
-                self.folder.check_room(0 if self.missing_bytes else len(data))
+                self.folder.check_room(max(0, end - os.fstat(descriptor).st_size))
                 self._next_step = end + STEP_BYTES
             with _told(self.folder.location):
                 write_whole(descriptor, data, offset, sync=sync or is_step)
@@ -395,6 +386,7 @@ class NewFile:
     def show(self) -> None:
         """Bring it to the disk under its name. Raises: FolderError."""
         with self._lock, _told(self.folder.location):
+            os.ftruncate(self._opened(), self.size)
             os.fsync(self._opened())
             self._temporary.replace(self.folder.path(self.name))
             self.folder.sync()
@@ -425,7 +417,6 @@ class NewFile:
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
-        self.folder.closed(self)
 
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

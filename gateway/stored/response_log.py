@@ -585,11 +585,11 @@ class ResponseLogs:
                 return
             elif log.broken:
                 raise LogBroken
-            elif (piece := await log.wait(log.size if offset is None else offset)) is None:
+            elif (new := await log.wait(log.size if offset is None else offset)) is None:
                 yield sse.HEARTBEAT
-            elif piece and offset is not None:
-                offset += len(piece)
-                yield piece
+            elif new and offset is not None:
+                offset += len(new)
+                yield new
 
     # The loops.
 

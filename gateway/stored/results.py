@@ -200,12 +200,6 @@ class _Result:
 
 
 @dataclass(slots=True, eq=False)
-class _OpenFile:
-    file: NewFile
-    used_at: float  # monotonic seconds
-
-
-@dataclass(slots=True, eq=False)
 class LineResults:
     """Keeps the results of batches' lines. `run` must run in a task while there are any."""
 
@@ -223,8 +217,8 @@ class LineResults:
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
     _room: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when results have been recorded."""
-    _files: OrderedDict[str, _OpenFile] = field(default_factory=OrderedDict)
-    """By batch; the one used last at the end."""
+    _files: OrderedDict[str, tuple[NewFile, float]] = field(default_factory=OrderedDict)
+    """By batch, and when it was used (monotonic seconds); the one used last at the end."""
 
     @property
     def pending(self) -> int:
@@ -271,8 +265,8 @@ class LineResults:
             log.warning("results are dropped", results=self.pending, why=self.problem)
         for result in (*self._group, *self._waiting):
             result.done.cancel()
-        for one in self._files.values():
-            one.file.close()
+        for file, _ in self._files.values():
+            file.close()
         self._files.clear()
 
     # Steps.
@@ -311,7 +305,7 @@ class LineResults:
             except FolderError as error:
                 full = isinstance(error, FolderFull)
                 if not full and (broken := self._files.pop(batch, None)) is not None:
-                    broken.file.close()
+                    broken[0].close()
                 self.disk_error = error
                 self._failed("results wait for the disk", str(error))
                 if batch:  # Its other lines wait; `BatchUpkeep` resumes it when there is room.
@@ -327,27 +321,23 @@ class LineResults:
 
     async def _file(self, batch: str) -> NewFile:
         """The file of this batch's results. Raises: FolderError."""
-        found = self._files.get(batch)
-        if found is None:
+        file, _ = self._files.pop(batch, (None, 0.0))
+        if file is None:
             self._close_files()
             if len(self._files) >= MOST_FILES:
-                self._files.popitem(last=False)[1].file.close()
+                self._files.popitem(last=False)[1][0].close()
             storage = self.storage
             file = await storage.threads.run(storage.folder.open_appended, RESULTS)
-            found = self._files[batch] = _OpenFile(file, 0.0)
-        found.used_at = self.storage.clock()
-        self._files.move_to_end(batch)
-        return found.file
+        self._files[batch] = file, self.storage.clock()
+        return file
 
     def _close_files(self) -> None:
         """Close the files that were not written of late."""
         before = self.storage.clock() - IDLE_SECONDS
-        while self._files:
-            batch, first = next(iter(self._files.items()))
-            if first.used_at > before:
-                break
-            del self._files[batch]
-            first.file.close()
+        for batch, (file, used_at) in list(self._files.items()):
+            if used_at <= before:
+                del self._files[batch]
+                file.close()
 
     async def _record(self, results: Sequence[_Result]) -> bool:
         """Record results that are on the disk; returns whether the store took them."""

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from gateway.stored.folder import (
+    FULL_SECONDS,
     ID_FILE,
     STEP_BYTES,
     DiskThreads,
@@ -188,7 +189,7 @@ def test_the_last_of_the_disk_is_left_to_others(tmp_path: Path) -> None:
         folder.open_new("file")
 
 
-def test_it_is_full_until_there_is_some_room_again(tmp_path: Path) -> None:
+def test_it_is_full_until_there_is_room_for_what_was_refused(tmp_path: Path) -> None:
     most = [1000]
     folder = Folder(tmp_path / "kept", most_bytes=lambda: most[0])
     folder.open()
@@ -196,12 +197,27 @@ def test_it_is_full_until_there_is_some_room_again(tmp_path: Path) -> None:
     assert folder.full is None
     with pytest.raises(FolderFull):
         folder.check_room(2000)
+    folder.check_room(1)
     folder.look_for_room()
     assert "raise batches.folder_bytes" in str(folder.full)
-    most[0] = 1 << 30
+    most[0] = 10_000
     folder.look_for_room()
     assert folder.full is None
     assert folder.refusals == 1
+
+
+def test_a_file_that_was_too_large_is_forgotten_after_a_while(tmp_path: Path) -> None:
+    time = [1000.0]
+    folder = Folder(tmp_path / "kept", most_bytes=lambda: 1000, now=lambda: time[0])
+    folder.open()
+    with pytest.raises(FolderFull):
+        folder.check_room(2000)
+    time[0] += FULL_SECONDS - 1
+    folder.look_for_room()
+    assert folder.full is not None
+    time[0] += 1
+    folder.look_for_room()
+    assert folder.full is None
 
 
 ON_A_FULL_DISK = """
