@@ -148,7 +148,7 @@ def figures_of(
     began = min((one.intended for one in results), default=0.0)
     seconds = max((one.ended for one in results), default=0.0) - began
     tokens = sum(one.tokens for one in sound)
-    prompts = _known(sound, lambda one: one.server.prompt_tokens)
+    prompts = _known(sound, lambda one: one.prompt_tokens)
     events = sum(one.events for one in sound)
     good = sum(goal.is_met(one) for one in results)
     speeds = [1 / gap for gap in _known(sound, lambda one: one.inter_token) if gap > 0]
@@ -175,7 +175,7 @@ def figures_of(
         total_prompt_tokens_per_second=_rate(sum(prompts), seconds) if prompts else None,
         requests_per_second=_rate(len(sound), seconds),
         prompt_tokens=_mean(prompts),
-        cached_tokens=_mean(_known(sound, lambda one: one.server.cached_tokens)),
+        cached_tokens=_mean(_known(sound, lambda one: one.cached_tokens)),
         completion_tokens=_rate(tokens, len(sound)),
         tokens_per_event=tokens / events if events else None,
         goodput={
@@ -210,7 +210,7 @@ def _parts(
     ttft = _mean(_known(sound, lambda one: one.ttft))
     if ttft is None:
         return Parts(network=network)
-    prefill = _mean(_known(sound, lambda one: one.server.prefill_seconds))
+    prefill = _mean(_known(sound, lambda one: one.prefill_seconds))
     queued = _mean(_known(sound, lambda one: one.queue_seconds))
     if prefill is not None:
         waiting, source = max(0.0, ttft - network - prefill), "the server's own timings"
@@ -452,8 +452,8 @@ CSV_COLUMNS: dict[str, Callable[[RequestResult], object]] = {
     "inter_token": lambda one: one.inter_token,
     "longest_gap": lambda one: one.longest_gap,
     "completion": lambda one: one.completion,
-    "prompt_tokens": lambda one: one.server.prompt_tokens,
-    "cached_tokens": lambda one: one.server.cached_tokens,
+    "prompt_tokens": lambda one: one.prompt_tokens,
+    "cached_tokens": lambda one: one.cached_tokens,
     "completion_tokens": lambda one: one.tokens,
     "events": lambda one: one.events,
     "queue_seconds": lambda one: one.queue_seconds,
