@@ -255,12 +255,8 @@ def erlang_c(servers: int, offered: float) -> float:
     recursion of Erlang B, which can't overflow: B(n) = a B(n-1) / (n + a B(n-1)), and
     C = B / (1 - (1 - B) a / c). Source: A. K. Erlang, "Solution of some problems in the theory of
     probabilities of significance in automatic telephone exchanges" (1917); the form here: Cooper,
-    "Introduction to Queueing Theory" (1981), chapter 3. Raises ValueError.
+    "Introduction to Queueing Theory" (1981), chapter 3.
     """
-    if not 1 <= servers <= MOST_SERVERS:
-        raise ValueError(f"servers must be from 1 to {MOST_SERVERS}")
-    if not 0 <= offered < math.inf:
-        raise ValueError("the offered load must be a finite number of erlangs, 0 or more")
     if offered >= servers:
         return 1.0
     blocked = 1.0
@@ -337,12 +333,7 @@ def estimate(
     arrival_scv: float = 1.0,
     lengths_scv: float = 1.0,
 ) -> WaitEstimate:
-    """Estimate the waits of `nodes` equal nodes at `arrivals` requests per second.
-
-    Raises ValueError for figures that are no fleet.
-    """
-    if nodes < 1 or not 0 <= arrivals < math.inf:
-        raise ValueError("an estimate needs a node, and a finite rate of arrivals")
+    """Estimate the waits of `nodes` equal nodes at `arrivals` requests per second."""
     most = nodes * times.capacity
     waiting = erlang_c(nodes * times.slots, arrivals * times.full)
     service = times.alone if arrivals < most else times.full

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean, pvariance
@@ -16,7 +15,6 @@ from gateway.workshop.plan.search import (
     FleetOption,
     FleetPart,
     Goal,
-    NodeTimes,
     OutOfTimeError,
     PlanQuestion,
     TimeLimit,
@@ -72,22 +70,6 @@ def test_allen_cunneen_is_exact_for_one_server() -> None:
     assert allen_cunneen(0.8, 0.8, 1.0) == pytest.approx(4.0)
     assert allen_cunneen(0.8, 0.8, 1.0, service_scv=0.0) == pytest.approx(2.0)
     assert allen_cunneen(1.0, 1.0, 1.0) == math.inf
-
-
-@each_case(
-    ("call", "problem"),
-    [
-        *((lambda n=n: erlang_c(n, 0.5), "servers must be from 1") for n in (0, -1, 10_000_000)),
-        *((lambda a=a: erlang_c(2, a), "finite number of erlangs") for a in (-1.0, math.inf)),
-        *(
-            (lambda n=n, a=a: estimate(NodeTimes(1, 0.5, 0.5, 0.1), n, a), "needs a node")
-            for n, a in ((0, 1.0), (1, -1.0), (1, math.nan))
-        ),
-    ],
-)
-def test_figures_that_are_none_are_refused(call: Callable[[], Any], problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        call()
 
 
 def test_made_up_lengths_vary_as_the_estimate_takes_them_to() -> None:
