@@ -142,7 +142,6 @@ class RequestResult:
     intended: float  # when it should have started: latencies count from here
     started: float = 0.0  # when this program turned to it
     connect_seconds: float = 0.0
-    sent: float | None = None
     first: float | None = None  # the first event with content
     last: float | None = None  # the last event with content
     ended: float = 0.0
@@ -322,7 +321,6 @@ class RequestSender:
                 return False
             return not connection.complete
 
-        result.sent = self.clock()
         connection.send(head, body)
         while True:
             await connection.wait_for_data(take)

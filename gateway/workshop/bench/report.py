@@ -57,7 +57,6 @@ if TYPE_CHECKING:
 
 # Requests whose figures a report holds for each load; of more, evenly spread ones.
 MOST_SAMPLES = 5_000
-MOST_REASONS_EXPLAINED = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +152,6 @@ def figures_of(
     good = sum(goal.is_met(one) for one in results)
     speeds = [1 / gap for gap in _known(sound, lambda one: one.inter_token) if gap > 0]
     failed = [one for one in results if one.error is not None]
-    details: dict[str, str] = {}
-    for one in failed:
-        if one.detail and len(details) < MOST_REASONS_EXPLAINED:
-            details.setdefault(str(one.error), one.detail)
     kept = sound[:: -(-len(sound) // MOST_SAMPLES) or 1]
     return LoadFigures(
         load=run.load,
@@ -164,7 +159,7 @@ def figures_of(
         requests=len(results),
         succeeded=len(sound),
         errors=dict(Counter(str(one.error) for one in failed).most_common()),
-        details=details,
+        details={str(one.error): one.detail for one in reversed(failed) if one.detail},
         seconds=seconds,
         ttft=_percentiles(sound, lambda one: one.ttft),
         inter_token=_percentiles(sound, lambda one: one.inter_token),
