@@ -105,13 +105,7 @@ def _cheapest_hybrid(
     if least is None:
         return None
     trace = question.trace(most * cpu.servers * cpu.slots + gpu.slots)
-    count, trials, _ = question.least_fleet(fleet, least, most, trace, limit)
-    if count is not None:
-        return search.fleet_option(question, fleet(count), trials[count])
-    if most not in trials:
-        return None
-    missed = ", ".join(goal.misses(trials[most])) or "not done in time"
-    return search.fleet_option(question, fleet(most), trials[most], missed)
+    return search.least_fleet(question, fleet, least, most, trace, limit)
 
 
 # Ways to deploy.
