@@ -90,15 +90,11 @@ _simulation = Panel("Simulation and output")
 class WorkloadFlags(options.FlagGroup):
     """What is to be done: figures, or a trace."""
 
-    requests_per_hour: float | None = _traffic("N", "Requests of a mean hour.", min=1e-6, max=1e9)
-    prompt: float | None = _traffic("TOKENS", "Mean prompt.", min=0, max=1e6)
-    completion: float | None = _traffic("TOKENS", "Mean completion.", min=1, max=1e6)
+    requests_per_hour: float | None = _traffic("N", "Requests of a mean hour.")
+    prompt: float | None = _traffic("TOKENS", "Mean prompt.")
+    completion: float | None = _traffic("TOKENS", "Mean completion.")
     repeat: float = _traffic(
-        "SHARE",
-        "Share of the prompt that all have in common, below 1: a node reads it once.",
-        0.0,
-        min=0,
-        max=0.999,
+        "SHARE", "Share of the prompt that all have in common, 0 to 1: a node reads it once.", 0.0
     )
     peak: float = _traffic(
         "FACTOR",
@@ -106,16 +102,11 @@ class WorkloadFlags(options.FlagGroup):
         "the busiest hour, prices are those of the mean. With --fleet: how many times as "
         "many as in the ledger's.",
         1.0,
-        min=1,
-        max=1000,
     )
     backlog: float | None = _traffic(
-        "N",
-        "In place of --requests-per-hour: requests that all wait from the start.",
-        min=1,
-        max=1e9,
+        "N", "In place of --requests-per-hour: requests that all wait from the start."
     )
-    within: float = _traffic("HOURS", "Hours that a backlog may take.", 8.0, min=0.01, max=10_000)
+    within: float = _traffic("HOURS", "Hours that a backlog may take.", 8.0)
     trace: Path | None = _traffic(
         "FILE", "Recorded requests, as `llama-gateway simulate --trace` reads them."
     )
@@ -144,32 +135,25 @@ class WorkloadFlags(options.FlagGroup):
         for name, value in (("--prompt", self.prompt), ("--completion", self.completion)):
             if value is None:
                 raise WrongUsage(f"{name} TOKENS is missing: how long are they?")
-        return Workload(
-            self.requests_per_hour or self.backlog or 0.0,
-            self.prompt or 0.0,
-            self.completion or 0.0,
-            repeat=self.repeat,
-            peak=1.0 if self.backlog is not None else self.peak,
-            backlog_hours=self.within if self.backlog is not None else None,
-        )
+        with failing_by(ValueError, status=2):
+            return Workload(
+                self.requests_per_hour or self.backlog or 0.0,
+                self.prompt or 0.0,
+                self.completion or 0.0,
+                repeat=self.repeat,
+                peak=1.0 if self.backlog is not None else self.peak,
+                backlog_hours=self.within if self.backlog is not None else None,
+            )
 
 
 class OwnNodeFlags(options.FlagGroup):
     """A node of the user's own, as measured or offered."""
 
     tokens_per_second: float | None = _nodes(
-        "R",
-        "Your node: tokens/s of one request alone.",
-        min=1e-3,
-        max=1e7,
-        show_default="nodes by the catalogue",
+        "R", "Your node: tokens/s of one request alone.", show_default="nodes by the catalogue"
     )
     prefill_tokens_per_second: float | None = _nodes(
-        "R",
-        "Your node: prompt tokens/s.",
-        min=1e-3,
-        max=1e7,
-        show_default="10 times --tokens-per-second",
+        "R", "Your node: prompt tokens/s.", show_default="10 times --tokens-per-second"
     )
     slots: int = _nodes("N", "Your node: requests at a time.", 1, min=1, max=256)
     batch_cost: float = _nodes(
@@ -214,9 +198,10 @@ class OwnNodeFlags(options.FlagGroup):
             )
         except ValidationError as error:
             wrong = error.errors()[0]
-            option = str(wrong["loc"][0]).removesuffix("_gib").replace("_", "-")
+            key = str(wrong["loc"][0])
+            option = _OPTIONS.get(key, "--" + key.replace("_", "-"))
             words = filter(None, error_words(wrong, NodeType, wrong["loc"]))
-            raise WrongUsage(f"--{option}: {'; '.join(words)}") from None
+            raise WrongUsage(f"{option}: {'; '.join(words)}") from None
         except ValueError as error:
             raise WrongUsage(f"--memory {memory}: {error}") from None
         if models:
@@ -229,17 +214,11 @@ def plan(
     *,
     load: WorkloadFlags,
     ttft_p95: float | None = _goal(
-        "SECONDS", "95 % of the requests have their first token by then.", min=1e-3, max=1e9
+        "SECONDS", "95 % of the requests have their first token by then."
     ),
-    completion_p95: float | None = _goal(
-        "SECONDS", "95 % of the requests have ended by then.", min=1e-3, max=1e9
-    ),
+    completion_p95: float | None = _goal("SECONDS", "95 % of the requests have ended by then."),
     most_use: float = _goal(
-        "SHARE",
-        "Without a goal: share of the capacity that the busiest hour may use.",
-        0.8,
-        min=0.01,
-        max=1,
+        "SHARE", "Without a goal: share of the capacity that the busiest hour may use.", 0.8
     ),
     own: OwnNodeFlags,
     catalogue: Path | None = _nodes(
@@ -258,14 +237,9 @@ def plan(
         "Size of the model's file: scales the catalogue's speeds, checks its memory.",
         show_default="the catalogue's model",
     ),
-    price_per_kwh: float = _nodes(
-        "PRICE", "Electricity of the types that have `watts`.", 0.0, min=0, max=1e6
-    ),
+    price_per_kwh: float = _nodes("PRICE", "Electricity of the types that have `watts`.", 0.0),
     claimed_per_million: float | None = _nodes(
-        "PRICE",
-        "A price of a million tokens that somebody claims of your node: is it possible?",
-        min=0,
-        max=1e9,
+        "PRICE", "A price of a million tokens that somebody claims of your node: is it possible?"
     ),
     fleet: bool = _fleet.switch(
         "--fleet",
@@ -286,11 +260,7 @@ def plan(
     seed: int = _simulation("N", "Same seed, same plan.", 1),
     start: options.StartKind = options.START,
     time_limit: float = _simulation(
-        "SECONDS",
-        "Longest time for all simulations; what is missing then is estimated.",
-        180.0,
-        min=1e-6,
-        max=86_400,
+        "SECONDS", "Longest time for all simulations; what is missing then is estimated.", 180.0
     ),
     plot: Path | None = _simulation(
         "FILE", "Draw the break-even of CPU, GPU and hybrid: .png, .svg or .pdf."
@@ -304,6 +274,15 @@ def plan(
     table says which figure is from which. Nothing is sent anywhere, but for --fleet.
     """
     options.check_plot_file(plot)
+    _check_numbers(
+        {
+            # Of traffic in figures `Workload` checks it.
+            "--peak": (load.peak if fleet else None, 1.0, 1000.0),
+            "--price-per-kwh": (price_per_kwh, 0.0, 1e6),
+            "--claimed-per-million": (claimed_per_million, 0.0, 1e9),
+            "--time-limit": (time_limit, 1e-6, 86_400.0),
+        }
+    )
     from gateway.cli.workshop.simulate import read_trace_file
     from gateway.workshop.plan.catalogue import (
         NoTypeFitsError,
@@ -314,8 +293,8 @@ def plan(
     from gateway.workshop.plan.search import Goal, PlanQuestion, from_trace
     from gateway.workshop.simulate.fleets import FleetError, models_from_text, with_shares
 
-    goal = Goal(ttft_p95, completion_p95, most_use)
-    with failing_by(FleetError, status=2):
+    with failing_by(ValueError, FleetError, status=2):
+        goal = Goal(ttft_p95, completion_p95, most_use)
         models = load.models
         on_demand = with_shares(models_from_text(models), seed) if models is not None else []
     # A fleet that runs has learnt its speeds.
@@ -408,10 +387,22 @@ def _running_fleet(
         return measured, traffic
 
 
+def _check_numbers(given: dict[str, tuple[float | None, float, float]]) -> None:
+    """Check the bounds of options that nothing else checks: value, least, most."""
+    for name, (value, least, most) in given.items():
+        if value is not None and not least <= value <= most:
+            raise WrongUsage(f"{name} {value:g}: must be a number from {least:g} to {most:,.0f}")
+
+
 _OF_OWN_NODE = (
     *("prefill_tokens_per_second", "price_per_hour", "price_per_month"),
     *("memory", "claimed_per_million"),
 )
+_OPTIONS = {
+    "decode_tps": "--tokens-per-second",
+    "prefill_tps": "--prefill-tokens-per-second",
+    "memory_gib": "--memory",
+}
 
 
 def _check_claim(node: NodeType, claimed: float) -> None:

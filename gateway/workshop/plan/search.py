@@ -51,6 +51,7 @@ SECONDS_PER_HOUR = 3600.0
 MILLION = 1_000_000
 MOST_REQUESTS_PER_HOUR = 1e9
 MOST_PEAK = 1000.0
+MOST_TOKENS_OF_A_REQUEST = 1_000_000  # of a mean prompt or completion; more is a mistake
 # Of all requests of a trial: what is known of their prompts takes some 100 MB of memory.
 MOST_SIMULATED_TOKENS = 200_000_000
 LEAST_REQUESTS_OF_A_TRIAL = 100
@@ -59,7 +60,7 @@ LENGTHS_SCV = 0.841  # squared coefficient of variation of made-up lengths (`ran
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Traffic in figures: means, tokens."""
+    """Traffic in figures: means, tokens. Raises ValueError for what can't be."""
 
     requests_per_hour: float
     """Over all hours that are paid for; of a backlog: the requests there are."""
@@ -75,6 +76,22 @@ class Workload:
     arrival_scv: float = 1.0  # the same of the times between arrivals; 1: a Poisson process
     models: tuple[SimulatedModel, ...] = ()
     """That nodes load on demand, each with its share of the requests; none: all have all."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.requests_per_hour <= MOST_REQUESTS_PER_HOUR:
+            raise ValueError(
+                f"requests per hour must be above 0, at most {MOST_REQUESTS_PER_HOUR:g}"
+            )
+        if not 0 <= self.prompt <= MOST_TOKENS_OF_A_REQUEST:
+            raise ValueError(f"tokens of a prompt must be from 0 to {MOST_TOKENS_OF_A_REQUEST}")
+        if not 1 <= self.completion <= MOST_TOKENS_OF_A_REQUEST:
+            raise ValueError(f"tokens of a completion must be from 1 to {MOST_TOKENS_OF_A_REQUEST}")
+        if not 0 <= self.repeat < 1:
+            raise ValueError("the share that repeats must be at least 0 and below 1")
+        if not 1 <= self.peak <= MOST_PEAK:
+            raise ValueError(f"the peak must be from 1 to {MOST_PEAK:g} times the mean")
+        if self.backlog_hours is not None and not 0 < self.backlog_hours <= 10_000:
+            raise ValueError("the hours of a backlog must be above 0, at most 10,000")
 
     @property
     def arrivals(self) -> float:
@@ -523,6 +540,13 @@ class Goal:
     ttft_p95: float | None = None
     completion_p95: float | None = None
     most_use: float = MOST_USE  # share of the capacity, where none of the two is given
+
+    def __post_init__(self) -> None:
+        for name, value in (("TTFT", self.ttft_p95), ("completion", self.completion_p95)):
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"the goal of {name} must be a positive number of seconds")
+        if not 0 < self.most_use <= 1:
+            raise ValueError("the use must be above 0 and at most 1")
 
     @property
     def is_timed(self) -> bool:

@@ -72,6 +72,14 @@ def test_allen_cunneen_is_exact_for_one_server() -> None:
     assert allen_cunneen(1.0, 1.0, 1.0) == math.inf
 
 
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
+def test_a_goal_is_a_positive_number_of_seconds(seconds: float) -> None:
+    with pytest.raises(ValueError, match="positive number of seconds"):
+        Goal(ttft_p95=seconds)
+    with pytest.raises(ValueError, match="positive number of seconds"):
+        Goal(completion_p95=seconds)
+
+
 def test_made_up_lengths_vary_as_the_estimate_takes_them_to() -> None:
     rng = random.Random(1)
     lengths = [random_length(rng, 1000) for _ in range(100_000)]
