@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import enum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import typer
 
@@ -59,12 +58,7 @@ _goal = Panel("Goal")
 _output = Panel("Output")
 
 
-class EndpointName(enum.StrEnum):
-    """Endpoints that can be measured."""
-
-    CHAT = "chat"
-    COMPLETIONS = "completions"
-    EMBEDDINGS = "embeddings"
+EndpointName = Literal["chat", "completions", "embeddings"]
 
 
 class LoadFlags(options.FlagGroup):
@@ -160,7 +154,7 @@ def bench(
     ),
     load: LoadFlags,
     endpoint: EndpointName = _request(
-        "NAME", "chat, completions (both streamed) or embeddings.", EndpointName.CHAT
+        "NAME", "chat, completions (both streamed) or embeddings.", "chat"
     ),
     prompt: int = _request(
         "TOKENS", "Length of a prompt, in the server's tokens.", 256, min=1, max=200_000
@@ -239,7 +233,7 @@ def bench(
         raise WrongUsage(f"--body {body[:60]}: must be a JSON object")
     plan = BenchPlan(
         url=address,
-        endpoint=ENDPOINTS[endpoint.value],
+        endpoint=ENDPOINTS[endpoint],
         loads=load.loads(played),
         pattern=RequestPattern(prompt, max_tokens, round(prompt * prefix_share), prefixes),
         key=find_key(key_file),

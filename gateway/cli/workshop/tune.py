@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import typer
 
@@ -42,6 +42,7 @@ EXAMPLES = examples_epilog(
     ("llama-gateway tune --minutes 3", "with a demo model, to see how it works"),
 )
 
+GoalName = Literal["latency", "throughput", "balanced"]
 SLOT_HEADROOM = 64  # tokens of a slot that stay free beside prompt and answer
 _judged = Panel("What is judged")
 _servers = Panel("Servers")
@@ -54,7 +55,7 @@ def tune(
         "The model to measure with.",
         show_default="a small demo model; its results mean little",
     ),
-    goal: str = _judged(
+    goal: GoalName = _judged(
         "GOAL",
         "latency: a request alone, and the stalls by other prompts. throughput: requests "
         "an hour with all slots busy. balanced: both.",
@@ -110,9 +111,6 @@ def tune(
     from gateway.workshop.tune.benchmark import MachineBenchmark, measurement_subject
     from gateway.workshop.tune.report import WriteError, build_report, check_target
 
-    chosen_goal = next((one for one in search.GOALS if one == goal), None)
-    if chosen_goal is None:
-        raise WrongUsage(f"--goal {goal}: there is no such goal; known: {', '.join(search.GOALS)}")
     if write is not None:
         with failing_by(WriteError, before="--write ", status=2):
             check_target(write)
@@ -134,7 +132,7 @@ def tune(
         session = search.TuningSession(
             search.Search(space, search.rule_of_thumb(topology)),
             request,
-            chosen_goal,
+            goal,
             _earlier(records, remeasure=remeasure),
         )
         meter = _energy_meter()

@@ -45,28 +45,6 @@ MOST_COUNT = 100_000_000  # tokens; a larger figure of a server is nonsense
 MOST_MILLISECONDS = 1e9
 
 
-@dataclass(slots=True)
-class ServerReport:
-    """What the server itself says of a request. None: it does not."""
-
-    prompt_tokens: int | None = None
-    cached_tokens: int | None = None
-    completion_tokens: int | None = None
-    prefill_seconds: float | None = None
-    """llama.cpp's `timings`: of the slot's prefill, without the wait for the slot."""
-
-    def learn(self, event: Mapping[str, Any]) -> None:
-        """Take what an event or a plain response says; the last word counts."""
-        usage = _object(event.get("usage"))
-        self.prompt_tokens = _count(usage.get("prompt_tokens"), self.prompt_tokens)
-        self.completion_tokens = _count(usage.get("completion_tokens"), self.completion_tokens)
-        details = _object(usage.get("prompt_tokens_details"))
-        self.cached_tokens = _count(details.get("cached_tokens"), self.cached_tokens)
-        milliseconds = _object(event.get("timings")).get("prompt_ms")
-        if isinstance(milliseconds, int | float) and 0 <= milliseconds <= MOST_MILLISECONDS:
-            self.prefill_seconds = milliseconds / 1000
-
-
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """One endpoint."""
@@ -164,7 +142,6 @@ class RequestResult:
     intended: float  # when it should have started: latencies count from here
     started: float = 0.0  # when this program turned to it
     connect_seconds: float = 0.0
-    sent: float | None = None
     first: float | None = None  # the first event with content
     last: float | None = None  # the last event with content
     ended: float = 0.0
@@ -174,7 +151,12 @@ class RequestResult:
     detail: str = ""  # more of it
     retry_after: float | None = None
     queue_seconds: float | None = None  # what `X-Gateway-Queue-Ms` says
-    server: ServerReport = field(default_factory=ServerReport)
+    # What the server itself says of it; None: it does not.
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
+    prefill_seconds: float | None = None
+    """llama.cpp's `timings`: of the slot's prefill, without the wait for the slot."""
 
     @property
     def ttft(self) -> float | None:
@@ -189,8 +171,7 @@ class RequestResult:
     @property
     def tokens(self) -> int:
         """Tokens written: what the server counts, else one for each event."""
-        counted = self.server.completion_tokens
-        return self.events if counted is None else counted
+        return self.events if self.completion_tokens is None else self.completion_tokens
 
     @property
     def inter_token(self) -> float | None:
@@ -203,6 +184,17 @@ class RequestResult:
             return None
         each = max(1.0, self.tokens / self.events)
         return (self.last - self.first) / (each * (self.events - 1))
+
+    def learn(self, event: Mapping[str, Any]) -> None:
+        """Take what an event or a plain response says; the last word counts."""
+        usage = _object(event.get("usage"))
+        self.prompt_tokens = _count(usage.get("prompt_tokens"), self.prompt_tokens)
+        self.completion_tokens = _count(usage.get("completion_tokens"), self.completion_tokens)
+        details = _object(usage.get("prompt_tokens_details"))
+        self.cached_tokens = _count(details.get("cached_tokens"), self.cached_tokens)
+        milliseconds = _object(event.get("timings")).get("prompt_ms")
+        if isinstance(milliseconds, int | float) and 0 <= milliseconds <= MOST_MILLISECONDS:
+            self.prefill_seconds = milliseconds / 1000
 
 
 class ExchangeError(Exception):
@@ -244,7 +236,7 @@ class StreamReader:
         event = read_object(data)
         if event.get("error"):
             raise ExchangeError("error_event", message_of(event))
-        self._result.server.learn(event)
+        self._result.learn(event)
         self.is_done = self.is_done or is_finished(event)
         if not self._endpoint.has_content(event):
             return
@@ -329,7 +321,6 @@ class RequestSender:
                 return False
             return not connection.complete
 
-        result.sent = self.clock()
         connection.send(head, body)
         while True:
             await connection.wait_for_data(take)
@@ -358,7 +349,7 @@ class RequestSender:
             raise ExchangeError("no_stream", f"content type {kind}")
         content = await connection.read_all(MOST_RESPONSE_BYTES)
         reply = read_object(content)
-        result.server.learn(reply)
+        result.learn(reply)
         if not self.endpoint.has_content(reply):
             raise ExchangeError("empty", "the response holds nothing of what was asked for")
 
@@ -622,11 +613,11 @@ async def probe_server(
         note = f"The server fails from the first request on ({_shown(short)})"
         server.notes.append(f"{note}: prompts are not calibrated.")
         return Calibration(), accepted
-    if endpoint.is_stream and short.server.completion_tokens is None:
+    if endpoint.is_stream and short.completion_tokens is None:
         server.notes.append("The server sends no usage: each event is counted as one token.")
-    few, many = short.server.prompt_tokens, None
+    few, many = short.prompt_tokens, None
     if few is not None:
-        many = (await ask(2 * PROBE_WORDS, accepted)).server.prompt_tokens
+        many = (await ask(2 * PROBE_WORDS, accepted)).prompt_tokens
     found = Calibration.of(few, many)
     if found == Calibration():
         server.notes.append(

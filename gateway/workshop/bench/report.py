@@ -57,7 +57,6 @@ if TYPE_CHECKING:
 
 # Requests whose figures a report holds for each load; of more, evenly spread ones.
 MOST_SAMPLES = 5_000
-MOST_REASONS_EXPLAINED = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,15 +147,11 @@ def figures_of(
     began = min((one.intended for one in results), default=0.0)
     seconds = max((one.ended for one in results), default=0.0) - began
     tokens = sum(one.tokens for one in sound)
-    prompts = _known(sound, lambda one: one.server.prompt_tokens)
+    prompts = _known(sound, lambda one: one.prompt_tokens)
     events = sum(one.events for one in sound)
     good = sum(goal.is_met(one) for one in results)
     speeds = [1 / gap for gap in _known(sound, lambda one: one.inter_token) if gap > 0]
     failed = [one for one in results if one.error is not None]
-    details: dict[str, str] = {}
-    for one in failed:
-        if one.detail and len(details) < MOST_REASONS_EXPLAINED:
-            details.setdefault(str(one.error), one.detail)
     kept = sound[:: -(-len(sound) // MOST_SAMPLES) or 1]
     return LoadFigures(
         load=run.load,
@@ -164,7 +159,7 @@ def figures_of(
         requests=len(results),
         succeeded=len(sound),
         errors=dict(Counter(str(one.error) for one in failed).most_common()),
-        details=details,
+        details={str(one.error): one.detail for one in reversed(failed) if one.detail},
         seconds=seconds,
         ttft=_percentiles(sound, lambda one: one.ttft),
         inter_token=_percentiles(sound, lambda one: one.inter_token),
@@ -175,7 +170,7 @@ def figures_of(
         total_prompt_tokens_per_second=_rate(sum(prompts), seconds) if prompts else None,
         requests_per_second=_rate(len(sound), seconds),
         prompt_tokens=_mean(prompts),
-        cached_tokens=_mean(_known(sound, lambda one: one.server.cached_tokens)),
+        cached_tokens=_mean(_known(sound, lambda one: one.cached_tokens)),
         completion_tokens=_rate(tokens, len(sound)),
         tokens_per_event=tokens / events if events else None,
         goodput={
@@ -210,7 +205,7 @@ def _parts(
     ttft = _mean(_known(sound, lambda one: one.ttft))
     if ttft is None:
         return Parts(network=network)
-    prefill = _mean(_known(sound, lambda one: one.server.prefill_seconds))
+    prefill = _mean(_known(sound, lambda one: one.prefill_seconds))
     queued = _mean(_known(sound, lambda one: one.queue_seconds))
     if prefill is not None:
         waiting, source = max(0.0, ttft - network - prefill), "the server's own timings"
@@ -452,8 +447,8 @@ CSV_COLUMNS: dict[str, Callable[[RequestResult], object]] = {
     "inter_token": lambda one: one.inter_token,
     "longest_gap": lambda one: one.longest_gap,
     "completion": lambda one: one.completion,
-    "prompt_tokens": lambda one: one.server.prompt_tokens,
-    "cached_tokens": lambda one: one.server.cached_tokens,
+    "prompt_tokens": lambda one: one.prompt_tokens,
+    "cached_tokens": lambda one: one.cached_tokens,
     "completion_tokens": lambda one: one.tokens,
     "events": lambda one: one.events,
     "queue_seconds": lambda one: one.queue_seconds,

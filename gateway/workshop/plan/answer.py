@@ -105,13 +105,7 @@ def _cheapest_hybrid(
     if least is None:
         return None
     trace = question.trace(most * cpu.servers * cpu.slots + gpu.slots)
-    count, trials, _ = question.least_fleet(fleet, least, most, trace, limit)
-    if count is not None:
-        return search.fleet_option(question, fleet(count), trials[count])
-    if most not in trials:
-        return None
-    missed = ", ".join(goal.misses(trials[most])) or "not done in time"
-    return search.fleet_option(question, fleet(most), trials[most], missed)
+    return search.least_fleet(question, fleet, least, most, trace, limit)
 
 
 # Ways to deploy.
@@ -365,20 +359,12 @@ def plot_break_even(path: Path, found: BreakEven, currency: str) -> None:
     axes = figure.subplots()
     for label, prices in found.prices.items():
         axes.plot(found.rates, prices, label=label, drawstyle="steps-mid")
-    axes.axvline(found.asked, color="black", linestyle=":", linewidth=1)
-    axes.annotate("asked", (found.asked, 0.02), xycoords=("data", "axes fraction"), fontsize=8)
+    axes.axvline(found.asked, color="black", linestyle=":", linewidth=1, label="asked")
     for kind in found.others:
         _, stays = found.crossing(kind)
         if stays is not None and stays > found.rates[0]:
-            axes.axvline(stays, color="grey", linestyle="--", linewidth=0.8)
-            axes.annotate(
-                f"{kind} cheaper from {stays:,.0f}",
-                (stays, 0.97),
-                xycoords=("data", "axes fraction"),
-                rotation=90,
-                va="top",
-                fontsize=7,
-            )
+            label = f"{kind} cheaper from {stays:,.0f}"
+            axes.axvline(stays, color="grey", linestyle="--", linewidth=0.8, label=label)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("requests an hour")

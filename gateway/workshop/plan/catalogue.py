@@ -5,7 +5,7 @@ A mistake in it is reported with its line and key, as in the gateway's other fil
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -190,14 +190,14 @@ def packaged_catalogue() -> NodeCatalogue:
         return read_catalogue(path)
 
 
-def read_catalogue(path: Path, env: Mapping[str, str] | None = None) -> NodeCatalogue:
+def read_catalogue(path: Path) -> NodeCatalogue:
     """Read a catalogue. Raises ConfigError with every problem of the file."""
-    source = yaml_file.read_yaml(path, env or {})
+    source = yaml_file.read_yaml(path, {})
     problems = list(source.problems)
     root = source.root
     if not isinstance(root.tree, YamlMapping):
         raise ConfigError([Problem(path, root.line, "", "must be a mapping", "write types: [...]")])
-    found, wrong = yaml_file.validate(NodeCatalogue, source, root, env or {})
+    found, wrong = yaml_file.validate(NodeCatalogue, source, root, {})
     problems += wrong
     listed = root.tree.entries.get("types")
     if listed is not None and isinstance(listed.tree, YamlList):

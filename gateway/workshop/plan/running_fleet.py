@@ -621,10 +621,8 @@ def what_if(
         if less := _changed(fleet, place, -1):
             found.append(asked.row(f"one less like {name}", less, now, max))
     for factor in GOAL_FACTORS if question.goal.is_timed else ():
-        goal = Goal(
-            None if question.goal.ttft_p95 is None else question.goal.ttft_p95 * factor,
-            None if question.goal.completion_p95 is None else question.goal.completion_p95 * factor,
-        )
+        ttft, completion = question.goal.ttft_p95, question.goal.completion_p95
+        goal = Goal(ttft and ttft * factor, completion and completion * factor)
         missed = asked.missed(now.trial, now.use, goal)
         found.append(replace(now, change=f"goal x {factor:g}", missed=missed))
     advice = _advice(asked, fleet, found)

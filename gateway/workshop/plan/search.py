@@ -272,12 +272,8 @@ def erlang_c(servers: int, offered: float) -> float:
     recursion of Erlang B, which can't overflow: B(n) = a B(n-1) / (n + a B(n-1)), and
     C = B / (1 - (1 - B) a / c). Source: A. K. Erlang, "Solution of some problems in the theory of
     probabilities of significance in automatic telephone exchanges" (1917); the form here: Cooper,
-    "Introduction to Queueing Theory" (1981), chapter 3. Raises ValueError.
+    "Introduction to Queueing Theory" (1981), chapter 3.
     """
-    if not 1 <= servers <= MOST_SERVERS:
-        raise ValueError(f"servers must be from 1 to {MOST_SERVERS}")
-    if not 0 <= offered < math.inf:
-        raise ValueError("the offered load must be a finite number of erlangs, 0 or more")
     if offered >= servers:
         return 1.0
     blocked = 1.0
@@ -354,12 +350,7 @@ def estimate(
     arrival_scv: float = 1.0,
     lengths_scv: float = 1.0,
 ) -> WaitEstimate:
-    """Estimate the waits of `nodes` equal nodes at `arrivals` requests per second.
-
-    Raises ValueError for figures that are no fleet.
-    """
-    if nodes < 1 or not 0 <= arrivals < math.inf:
-        raise ValueError("an estimate needs a node, and a finite rate of arrivals")
+    """Estimate the waits of `nodes` equal nodes at `arrivals` requests per second."""
     most = nodes * times.capacity
     waiting = erlang_c(nodes * times.slots, arrivals * times.full)
     service = times.alone if arrivals < most else times.full
@@ -657,30 +648,6 @@ class PlanQuestion:
             load_seconds=fleet.load_seconds,
         )
 
-    def least_fleet(
-        self,
-        fleet: Callable[[int], tuple[FleetPart, ...]],
-        least: int,
-        most: int,
-        trace: Trace,
-        limit: TimeLimit,
-    ) -> tuple[int | None, dict[int, FleetTrial], str]:
-        """The least number of which a fleet meets the goal, all trials, and why they ended early.
-
-        Out of time, it is the least of those that were tried.
-        """
-        trials: dict[int, FleetTrial] = {}
-
-        def meets(count: int) -> bool:
-            if count not in trials:
-                trials[count] = self.play(fleet(count), trace, limit)
-            return self.is_met_by(trials[count])
-
-        try:
-            return least_that(meets, least, most), trials, ""
-        except OutOfTimeError as error:
-            return min(filter(meets, trials), default=None), trials, str(error)
-
     def is_met_by(self, trial: FleetTrial) -> bool:
         """Whether a trial meets the goal; of a backlog: whether it ends in time."""
         if self.workload.backlog_hours is not None:
@@ -866,6 +833,40 @@ def fleet_option(
     return FleetOption(parts, use, trial, price, guess, rejected, why_estimated)
 
 
+def least_fleet(
+    question: PlanQuestion,
+    fleet: Callable[[int], tuple[FleetPart, ...]],
+    least: int,
+    most: int,
+    trace: Trace,
+    limit: TimeLimit,
+) -> FleetOption:
+    """The fleet of the least number from `least` to `most` that meets the goal, by trials.
+
+    Out of time, it is the least of those that were tried and meet it, else an estimate.
+    """
+    trials, out_of_time = dict[int, FleetTrial](), ""
+
+    def meets(count: int) -> bool:
+        if count not in trials:
+            trials[count] = question.play(fleet(count), trace, limit)
+        return question.is_met_by(trials[count])
+
+    try:
+        count = least_that(meets, least, most)
+    except OutOfTimeError as error:
+        out_of_time = str(error)
+        count = min(filter(meets, trials), default=None)
+    if count is not None:
+        why = f"perhaps fewer: {out_of_time}" if out_of_time else ""
+        return fleet_option(question, fleet(count), trials[count], why_estimated=why)
+    if out_of_time:
+        tried = fleet(max(trials, default=least))
+        return fleet_option(question, tried, why_estimated=out_of_time)
+    missed = ", ".join(question.goal.misses(trials[most])) or "not done in time"
+    return fleet_option(question, fleet(most), trials[most], missed)
+
+
 def find_fleet(question: PlanQuestion, node_type: NodeType, limit: TimeLimit | None) -> FleetOption:
     """The least number of a type that meets the goal. No limit: by the estimate alone."""
     workload, goal, most_nodes = question.workload, question.goal, question.most_nodes
@@ -876,25 +877,16 @@ def find_fleet(question: PlanQuestion, node_type: NodeType, limit: TimeLimit | N
 
     if limit is None:
         return fleet_option(question, fleet(least))
-    trace = question.trace(min(least * node_type.servers, most_nodes) * node_type.slots)
     if least > MOST_SERVERS // (node_type.servers * node_type.slots):
         return fleet_option(question, fleet(least), None, f"it would take {least:,} of it")
+    trace = question.trace(min(least * node_type.servers, most_nodes) * node_type.slots)
     if impossible := why_impossible(node_type, trace, goal, workload.models):
         return fleet_option(question, fleet(least), None, impossible)
     most = min(least * MOST_MORE + 4, most_nodes // node_type.servers)
     if least > most:
         why = f"more than {most_nodes} nodes are not simulated"
         return fleet_option(question, fleet(least), why_estimated=why)
-    count, trials, out_of_time = question.least_fleet(fleet, least, most, trace, limit)
-    if count is not None:
-        why = f"perhaps fewer: {out_of_time}" if out_of_time else ""
-        return fleet_option(question, fleet(count), trials[count], why_estimated=why)
-    if out_of_time:
-        tried = fleet(max(trials, default=least))
-        return fleet_option(question, tried, why_estimated=out_of_time)
-    missed = ", ".join(goal.misses(trials[most]))
-    rejected = f"{most} of it still miss the goal: {missed}"
-    return fleet_option(question, fleet(most), trials[most], rejected)
+    return least_fleet(question, fleet, least, most, trace, limit)
 
 
 def least_that(holds: Callable[[int], bool], least: int, most: int) -> int | None:

@@ -219,7 +219,6 @@ class MeasurementLog:
 
 
 TuningGoal = Literal["latency", "throughput", "balanced"]
-GOALS: tuple[TuningGoal, ...] = ("latency", "throughput", "balanced")
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,7 +469,6 @@ class TuningSession:
     earlier: list[Measurement]  # of earlier runs, used instead of measuring again
     measurements: list[Measurement] = field(default_factory=list)
     end_reason: EndReason = "interrupted"
-    new_measurements: int = 0  # made by this run
 
     async def run(
         self,
@@ -514,7 +512,6 @@ class TuningSession:
                 self.end_reason = "time"
                 return
             one = Measurement(setting, figures, error, clock() - begun, now(), others)
-            self.new_measurements += 1
             record(one)
             self._add(one)
             on_end(one)

@@ -142,7 +142,7 @@ def test_other_work_is_refused_and_named() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--goal", "speed"), "known: latency, throughput, balanced"),
+        (("--goal", "speed"), "is not one of 'latency', 'throughput', 'balanced'"),
         (("--write", "tuned.txt"), "must end in .yml, .yaml, .json"),
         (("--write", "missing/tuned.yml"), "there is no folder"),
         (("--plot", "tuned.doc"), "must end in .png, .svg or .pdf"),

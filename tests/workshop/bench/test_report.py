@@ -107,8 +107,8 @@ def request(
 ) -> RequestResult:
     result = RequestResult(1, start, first=start + ttft, last=end, ended=end, events=tokens)
     result.connect_seconds, result.longest_gap = connect, 0.3
-    result.server.completion_tokens = tokens
-    result.server.prompt_tokens = 100
+    result.completion_tokens = tokens
+    result.prompt_tokens = 100
     return result
 
 
@@ -176,7 +176,7 @@ def test_waiting_is_told_apart_by_the_server_else_the_gateway_else_a_request_alo
     one.queue_seconds = 3.0
     found = figures(one, alone=1.0).parts
     assert (found.waiting, found.prefill) == (3.0, 2.0)
-    one.server.prefill_seconds = 0.5
+    one.prefill_seconds = 0.5
     found = figures(one, alone=1.0).parts
     assert (found.waiting, found.prefill, found.decode) == (4.5, 0.5, 5.0)
 
