@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 from urllib.parse import quote, unquote
 
 import typer
@@ -282,11 +282,8 @@ _WORDS = {
 }
 
 
-class ListedKey(NamedTuple):
-    """A key of a file, as it stands there."""
-
-    fields: object  # a mapping with the names of the settings, if it is right
-    line: int
+# A key of a file as it stands there, by the names of the settings if it is right; and its line.
+ListedKey = tuple[object, int]
 
 
 def _read_key_file(file: Path) -> list[ListedKey]:
@@ -312,7 +309,7 @@ def _list(file: Path) -> list[ListedKey]:
     if not isinstance(tree, YamlList):
         remedy = "write a list of keys as in the settings: [{id: ..., sha256: ..., name: ...}]"
         raise ConfigError([Problem(file, source.root.line, "", "must be a list", remedy)])
-    return [ListedKey(to_plain(entry.tree), entry.line) for entry in tree.entries]
+    return [(to_plain(entry.tree), entry.line) for entry in tree.entries]
 
 
 def _table(file: Path) -> list[ListedKey]:
@@ -340,7 +337,7 @@ def _table(file: Path) -> list[ListedKey]:
                 problems.append(Problem(file, reader.line_num, "", message, remedy))
             elif any(cell.strip() for cell in row.values()):
                 cells = {name: _value(name, cell.strip()) for name, cell in row.items()}
-                listed.append(ListedKey(_placed(cells, _COLUMNS), reader.line_num))
+                listed.append((_placed(cells, _COLUMNS), reader.line_num))
     except csv.Error as error:
         problems.append(Problem(file, reader.line_num, "", f"is no CSV: {error}"))
     if problems:
@@ -650,21 +647,20 @@ def import_(
     listed = _read_key_file(file)
     with stored.open() as keys:
         try:
-            entries = [entry.fields for entry in listed]
-            found = keys.request("POST", "/admin/keys/import", body={"keys": entries})
+            entries = {"keys": [fields for fields, _ in listed]}
+            found = keys.request("POST", "/admin/keys/import", body=entries)
         except GatewayRefused as error:
             problems = objects(error.body, "problems")
             if not problems:
                 raise
             raise ConfigError(
-                Problem(file, listed[one["index"]].line, one["key"], one["message"], one["remedy"])
+                Problem(file, listed[one["index"]][1], one["key"], one["message"], one["remedy"])
                 for one in problems
             ) from None
     warnings = list(found.get("warnings", ()))
     _tell_warnings(warnings)
-    text = f"{len(listed)} {'key' if len(listed) == 1 else 'keys'} imported"
     done = {"imported": len(listed), "warnings": warnings}
-    print_answer(done, text, as_json=as_json)
+    print_answer(done, f"{len(listed)} keys imported", as_json=as_json)
 
 
 def _show_lines(key: ApiKey, entry: Mapping[str, Any], *, as_json: bool) -> None:
