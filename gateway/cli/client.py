@@ -583,8 +583,8 @@ class NoStore(CommandFailed):
 
     def __init__(self) -> None:
         super().__init__(
-            "the settings have no store (store.url: off): 'llama-gateway keys create' shows the "
-            "lines for the settings",
+            "the settings have no store (store.url: off): write keys and groups into the settings; "
+            "'llama-gateway keys create' shows the lines of a key",
             status=2,
         )
 

@@ -498,8 +498,10 @@ def create(
         return
     try:
         with stored.open() as keys:
-            made = keys.keep("POST", "/admin/keys", entry)
-    except NoStore:
+            made = keys.request("POST", "/admin/keys", body=entry)
+    except (NoStore, GatewayRefused) as error:
+        if isinstance(error, GatewayRefused) and error.code != 501:
+            raise
         print_note("there is no store (store.url: off): put the lines into the settings")
         _show_lines(key, entry, as_json=as_json)
         return
@@ -774,19 +776,14 @@ def set_group(
     """Make a group in the store, or change its limits: what no flag names stays as it is."""
     wanted = limits.fields()
     removed = _unset_fields(unset or (), wanted, _GROUP_FIELDS)
-    try:
-        with stored.open() as access:
-            found = access.request("GET", "/admin/groups")["groups"]
-            defined = {one["name"]: one for one in found}
-            before = defined.get(name, {})
-            kept = {place: before.get(place) for place in _GROUPS}
-            after = kept | _after(kept, wanted, removed)
-            given = {place: value for place, value in after.items() if value}
-            group = access.keep("PUT", _group_path(name), given)
-    except NoStore:
-        raise WrongUsage(
-            "there is no store (store.url: off): write the group into the settings"
-        ) from None
+    with stored.open() as access:
+        found = access.request("GET", "/admin/groups")["groups"]
+        defined = {one["name"]: one for one in found}
+        before = defined.get(name, {})
+        kept = {place: before.get(place) for place in _GROUPS}
+        after = kept | _after(kept, wanted, removed)
+        given = {place: value for place, value in after.items() if value}
+        group = access.request("PUT", _group_path(name), body=given)
     own, users = _limits_text(group["limits"]), _limits_text(group["user_limits"])
     print_answer(group, f"{name}: {own}; each end user {users}", as_json=as_json)
 
@@ -960,15 +957,6 @@ class KeyAccess:
     def path(self, name: str) -> str:
         """Return the path of a key."""
         return f"/admin/keys/{quote(str(self.key(name)['id']), safe='')}"
-
-    def keep(self, method: str, path: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Store a key or a group, and return it. Raises NoStore, too."""
-        try:
-            return self.request(method, path, body=fields)
-        except GatewayRefused as error:
-            if error.code == 501:
-                raise NoStore from None
-            raise
 
 
 async def _answer(
