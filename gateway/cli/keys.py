@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -388,6 +388,10 @@ KEY_ID = flag(
 KEY_NAME = argument("NAME", "The key's name or id.")
 
 
+# Asks for keys and groups: `AdminClient.request`, or what answers like it from a store alone.
+Ask = Callable[..., dict[str, Any]]
+
+
 class KeyFlags(options.FlagGroup):
     """The flags that name the keys: those of the gateway that runs, else of the store itself."""
 
@@ -397,14 +401,14 @@ class KeyFlags(options.FlagGroup):
     nodes: Path = options.NODES
 
     @contextlib.contextmanager
-    def open(self) -> Iterator[KeyAccess]:
+    def open(self) -> Iterator[Ask]:
         """Open the keys. Tells on stderr which store it is. Raises CommandFailed."""
         flags = StoreFlags(
             admin_url=self.admin_url, admin_key_file=self.admin_key_file, config=self.config
         )
         with flags.open(make=True) as source:
             if isinstance(source, AdminClient):
-                yield KeyAccess(source)
+                yield source.request
                 return
             from gateway.callers.key_desk import KeyDesk
             from gateway.callers.standings import Standings
@@ -413,7 +417,7 @@ class KeyFlags(options.FlagGroup):
             standings = Standings.alone(settings, source)
             unknown = partial(_unknown_models, settings, self.nodes)
             desk = KeyDesk(settings, standings, unknown, seconds=client.OPEN_SECONDS)
-            yield KeyAccess(desk)
+            yield partial(_ask_desk, desk)
 
 
 @app.add(
@@ -497,8 +501,8 @@ def create(
         _show_lines(key, entry, as_json=as_json)
         return
     try:
-        with stored.open() as keys:
-            made = keys.request("POST", "/admin/keys", body=entry)
+        with stored.open() as ask:
+            made = ask("POST", "/admin/keys", body=entry)
     except (NoStore, GatewayRefused) as error:
         if isinstance(error, GatewayRefused) and error.code != 501:
             raise
@@ -517,8 +521,8 @@ def list_(
     stored: KeyFlags,
 ) -> None:
     """Show all keys of the settings and the store, without their secrets, which nobody has."""
-    with stored.open() as keys:
-        found = keys.request("GET", "/admin/keys", {"revoked": "1"} if revoked else None)
+    with stored.open() as ask:
+        found = ask("GET", "/admin/keys", {"revoked": "1"} if revoked else None)
     _tell_warnings(found.get("warnings", ()))
     if found.get("problem"):
         print_note(f"warning: the store does not answer: {found['problem']}")
@@ -530,8 +534,8 @@ def list_(
 @app.add("show")
 def show(*, name: str = KEY_NAME, as_json: bool = options.JSON, stored: KeyFlags) -> None:
     """Show one key: its rights, its limits, and when it was made and ends."""
-    with stored.open() as keys:
-        key = keys.key(name)
+    with stored.open() as ask:
+        key = _key(ask, name)
     if as_json:
         print_json(key)
         return
@@ -577,15 +581,14 @@ def set_(
     removed = _unset_fields(unset or (), wanted)
     if not wanted and not removed:
         raise typer.BadParameter("say what to change, such as --rpm 60 or --unset rpm")
-    with stored.open() as keys:
-        before = keys.key(name)
+    with stored.open() as ask:
+        before = _key(ask, name)
         trusted = wanted.get("trust_user_headers", before.get("trust_user_headers"))
         if "user_limits" in wanted and not trusted:
             raise typer.BadParameter("needs --trust-user-headers", param_hint="--user-…")
-        path = keys.path(str(before["id"]))
         after = _after(before, wanted, removed)
         patch = {place: _patch_to(before.get(place), value) for place, value in after.items()}
-        changed = keys.request("PATCH", path, body=patch)
+        changed = ask("PATCH", _key_path(before), body=patch)
     _tell_warnings(changed.pop("warnings", ()))
     print_answer(changed, _rights_text(changed), as_json=as_json)
 
@@ -596,8 +599,8 @@ def revoke(*, name: str = KEY_NAME, as_json: bool = options.JSON, stored: KeyFla
 
     Requests that run already are served to their end. Its name is free again, its id is not.
     """
-    with stored.open() as keys:
-        key = keys.request("DELETE", keys.path(name))
+    with stored.open() as ask:
+        key = ask("DELETE", _key_path(_key(ask, name)))
     print_answer(key, f"{_called(key)}: revoked", as_json=as_json)
 
 
@@ -622,10 +625,11 @@ def rotate(
         seconds = checked_grace(grace)
     except GatewayError as error:
         raise typer.BadParameter(error.message, param_hint="--grace") from None
-    with stored.open() as keys:
-        key = new_key(str(keys.key(name)["id"]))
+    with stored.open() as ask:
+        old = _key(ask, name)
+        key = new_key(str(old["id"]))
         fields = {"sha256": key.sha256, "grace": seconds}
-        rotated = keys.request("POST", f"{keys.path(name)}/rotate", body=fields)
+        rotated = ask("POST", f"{_key_path(old)}/rotate", body=fields)
     _tell_warnings(rotated.pop("warnings", ()))
     _show_new(key, rotated, as_json=as_json)
 
@@ -647,10 +651,10 @@ def import_(
     the SHA-256.
     """
     listed = _read_key_file(file)
-    with stored.open() as keys:
+    with stored.open() as ask:
         try:
             entries = {"keys": [fields for fields, _ in listed]}
-            found = keys.request("POST", "/admin/keys/import", body=entries)
+            found = ask("POST", "/admin/keys/import", body=entries)
         except GatewayRefused as error:
             problems = objects(error.body, "problems")
             if not problems:
@@ -737,8 +741,8 @@ class LimitFlags(FlagGroup):
 @groups.add("list")
 def list_groups(*, as_json: bool = options.JSON, stored: KeyFlags) -> None:
     """Show all groups of the settings and the store, those too that nobody has defined."""
-    with stored.open() as access:
-        found = access.request("GET", "/admin/groups")
+    with stored.open() as ask:
+        found = ask("GET", "/admin/groups")
     _tell_warnings(found.get("warnings", ()))
     nothing = "there are no groups; 'llama-gateway groups set NAME' makes one"
     print_listing(found, map(_group_row, found["groups"]), nothing, as_json=as_json)
@@ -776,14 +780,14 @@ def set_group(
     """Make a group in the store, or change its limits: what no flag names stays as it is."""
     wanted = limits.fields()
     removed = _unset_fields(unset or (), wanted, _GROUP_FIELDS)
-    with stored.open() as access:
-        found = access.request("GET", "/admin/groups")["groups"]
+    with stored.open() as ask:
+        found = ask("GET", "/admin/groups")["groups"]
         defined = {one["name"]: one for one in found}
         before = defined.get(name, {})
         kept = {place: before.get(place) for place in _GROUPS}
         after = kept | _after(kept, wanted, removed)
         given = {place: value for place, value in after.items() if value}
-        group = access.request("PUT", _group_path(name), body=given)
+        group = ask("PUT", _group_path(name), body=given)
     own, users = _limits_text(group["limits"]), _limits_text(group["user_limits"])
     print_answer(group, f"{name}: {own}; each end user {users}", as_json=as_json)
 
@@ -791,8 +795,8 @@ def set_group(
 @groups.add("remove")
 def remove_group(*, name: str = GROUP_NAME, as_json: bool = options.JSON, stored: KeyFlags) -> None:
     """Remove a group of the store. Keys that are of it share no limit then."""
-    with stored.open() as access:
-        group = access.request("DELETE", _group_path(name))
+    with stored.open() as ask:
+        group = ask("DELETE", _group_path(name))
     _tell_warnings(group["warnings"])
     print_answer(group, f"{name}: removed", as_json=as_json)
 
@@ -909,54 +913,41 @@ def _show_entry(key: ApiKey, entry: Mapping[str, Any], *, shown: bool, as_json: 
 # the models, the settings in force and the audit log. If none answers, the command opens the store.
 
 
-class KeyAccess:
-    """The keys and groups of a running gateway, or of a store alone, by the admin API's requests.
+def _key(ask: Ask, name: str) -> dict[str, Any]:
+    """Return one key; its name may hold anything, which a path can't. Raises CommandFailed."""
+    keys = ask("GET", "/admin/keys", {"name": name, "revoked": "1"})["keys"]
+    if not keys:
+        raise CommandFailed(
+            f"there is no key of the name or id '{name}'; 'llama-gateway keys list' shows all"
+        )
+    found: dict[str, Any] = min(keys, key=lambda key: key.get("state") == "revoked")
+    return found
 
-    The methods raise CommandFailed.
-    """
 
-    def __init__(self, source: AdminClient | KeyDesk) -> None:
-        self._source = source
+def _key_path(key: Mapping[str, Any]) -> str:
+    return f"/admin/keys/{quote(str(key['id']), safe='')}"
 
-    def request(
-        self,
-        method: str,
-        path: str,
-        parameters: Mapping[str, str] | None = None,
-        *,
-        body: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """As `AdminClient.request`; of a store alone with the words of the desk in errors.
 
-        It raises StoreError, too.
-        """
-        if isinstance(self._source, AdminClient):
-            return self._source.request(method, path, parameters, body=body)
-        import asyncio  # heavy for `--help`
+def _ask_desk(
+    desk: KeyDesk,
+    method: str,
+    path: str,
+    parameters: Mapping[str, str] | None = None,
+    *,
+    body: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """As `AdminClient.request`, with the words of the desk in errors. Raises StoreError, too."""
+    import asyncio  # heavy for `--help`
 
-        from gateway.callers.stored_keys import KeysRefused
-        from gateway.errors import GatewayError
+    from gateway.callers.stored_keys import KeysRefused
+    from gateway.errors import GatewayError
 
-        try:
-            return asyncio.run(_answer(self._source, method, path, parameters or {}, body or {}))
-        except GatewayError as error:
-            found = error.problems if isinstance(error, KeysRefused) else ()
-            problems = {"problems": [asdict(one) for one in found]}
-            raise GatewayRefused(error.message, error.status, problems) from None
-
-    def key(self, name: str) -> dict[str, Any]:
-        """Return one key; its name may hold anything, which a path can't."""
-        found = self.request("GET", "/admin/keys", {"name": name, "revoked": "1"})
-        keys = objects(found, "keys")
-        if not keys:
-            raise CommandFailed(
-                f"there is no key of the name or id '{name}'; 'llama-gateway keys list' shows all"
-            )
-        return min(keys, key=lambda key: key.get("state") == "revoked")
-
-    def path(self, name: str) -> str:
-        """Return the path of a key."""
-        return f"/admin/keys/{quote(str(self.key(name)['id']), safe='')}"
+    try:
+        return asyncio.run(_answer(desk, method, path, parameters or {}, body or {}))
+    except GatewayError as error:
+        found = error.problems if isinstance(error, KeysRefused) else ()
+        problems = {"problems": [asdict(one) for one in found]}
+        raise GatewayRefused(error.message, error.status, problems) from None
 
 
 async def _answer(
