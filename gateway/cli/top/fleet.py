@@ -153,7 +153,7 @@ def request_columns(now: float) -> tuple[Column, ...]:
     """The columns of requests at this Unix time."""
 
     def age(row: Row) -> float:
-        return max(0.0, now - row.get("received_at", now))
+        return max(0.0, now - float(row.get("received_at", now)))
 
     return (
         Column("REQUEST", _text("request_id")),
