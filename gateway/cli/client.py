@@ -464,22 +464,14 @@ def _read_key(path: Path, what: str) -> str:
     return key
 
 
-def tls_context(ca: Path | None) -> ssl.SSLContext:
-    """Check certificates by the system's authorities, and by `ca`. Raises CommandFailed."""
-    with failing_by(ValueError, before=f"--ca {ca}: can't be read: ", status=2):
-        return _trust(ca)
+def tls_context(ca: Path | None, own: Path | None = None, flag: str = "--ca") -> ssl.SSLContext:
+    """Check certificates by the system's authorities, and by `ca`, which `flag` names.
 
-
-def _trust(ca: Path | None, own: Path | None = None) -> ssl.SSLContext:
-    """Check certificates by the system's authorities, and by `ca`.
-
-    `own`, without `ca`: exactly the first certificate of that file. Raises ValueError: why a file
-    can't be used.
+    `own`, without `ca`: exactly the first certificate of that file. Raises CommandFailed.
     """
-    context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH)
     path = ca or own
     if path is None:
-        return context
+        return ssl.create_default_context(ssl.Purpose.SERVER_AUTH)
     try:
         if ca is None:
             # Exactly this certificate, whatever its names: the command may use another one, such as
@@ -489,10 +481,14 @@ def _trust(ca: Path | None, own: Path | None = None) -> ssl.SSLContext:
             begin, end, _ = path.read_text(encoding="ascii").partition(_PEM_END)
             context.load_verify_locations(cadata=begin + end)
         else:
+            context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH)
             context.load_verify_locations(cafile=ca)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or "it holds no certificate in PEM form"
-        raise ValueError(why) from None
+        raise WrongUsage(
+            f"{path} can't be read: {why}; name the gateway's certificate, or the authority behind "
+            f"it, with {flag}"
+        ) from None
     # A certificate that is no authority's may be trusted, too.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     return context
@@ -534,13 +530,8 @@ class AdminFlags(options.FlagGroup):
             key_file = admin.key_file
         if ca is None and (named := os.environ.get("LLAMA_GATEWAY_ADMIN_CA")):
             ca = Path(named)
-        try:
-            tls = _trust(ca, own) if urlsplit(url).scheme == "https" else None
-        except ValueError as why:
-            raise WrongUsage(
-                f"{ca or own}: the admin listener's certificate can't be read: {why}; name it, or "
-                "the authority behind it, with --admin-ca"
-            ) from None
+        is_secure = urlsplit(url).scheme == "https"
+        tls = tls_context(ca, own, "--admin-ca") if is_secure else None
         admin_key = _read_key(key_file, "admin key file") if key_file else None
         return AdminClient(url.rstrip("/"), admin_key, tls)
 
@@ -592,8 +583,8 @@ class NoStore(CommandFailed):
 
     def __init__(self) -> None:
         super().__init__(
-            "the settings have no store (store.url: off): 'llama-gateway keys create' shows the "
-            "lines for the settings",
+            "the settings have no store (store.url: off): write keys and groups into the settings; "
+            "'llama-gateway keys create' shows the lines of a key",
             status=2,
         )
 

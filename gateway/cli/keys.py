@@ -8,11 +8,11 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 from urllib.parse import quote, unquote
 
 import typer
@@ -282,11 +282,8 @@ _WORDS = {
 }
 
 
-class ListedKey(NamedTuple):
-    """A key of a file, as it stands there."""
-
-    fields: object  # a mapping with the names of the settings, if it is right
-    line: int
+# A key of a file as it stands there, by the names of the settings if it is right; and its line.
+ListedKey = tuple[object, int]
 
 
 def _read_key_file(file: Path) -> list[ListedKey]:
@@ -312,7 +309,7 @@ def _list(file: Path) -> list[ListedKey]:
     if not isinstance(tree, YamlList):
         remedy = "write a list of keys as in the settings: [{id: ..., sha256: ..., name: ...}]"
         raise ConfigError([Problem(file, source.root.line, "", "must be a list", remedy)])
-    return [ListedKey(to_plain(entry.tree), entry.line) for entry in tree.entries]
+    return [(to_plain(entry.tree), entry.line) for entry in tree.entries]
 
 
 def _table(file: Path) -> list[ListedKey]:
@@ -340,7 +337,7 @@ def _table(file: Path) -> list[ListedKey]:
                 problems.append(Problem(file, reader.line_num, "", message, remedy))
             elif any(cell.strip() for cell in row.values()):
                 cells = {name: _value(name, cell.strip()) for name, cell in row.items()}
-                listed.append(ListedKey(_placed(cells, _COLUMNS), reader.line_num))
+                listed.append((_placed(cells, _COLUMNS), reader.line_num))
     except csv.Error as error:
         problems.append(Problem(file, reader.line_num, "", f"is no CSV: {error}"))
     if problems:
@@ -391,6 +388,10 @@ KEY_ID = flag(
 KEY_NAME = argument("NAME", "The key's name or id.")
 
 
+# Asks for keys and groups: `AdminClient.request`, or what answers like it from a store alone.
+Ask = Callable[..., dict[str, Any]]
+
+
 class KeyFlags(options.FlagGroup):
     """The flags that name the keys: those of the gateway that runs, else of the store itself."""
 
@@ -400,14 +401,14 @@ class KeyFlags(options.FlagGroup):
     nodes: Path = options.NODES
 
     @contextlib.contextmanager
-    def open(self) -> Iterator[KeyAccess]:
+    def open(self) -> Iterator[Ask]:
         """Open the keys. Tells on stderr which store it is. Raises CommandFailed."""
         flags = StoreFlags(
             admin_url=self.admin_url, admin_key_file=self.admin_key_file, config=self.config
         )
         with flags.open(make=True) as source:
             if isinstance(source, AdminClient):
-                yield KeyAccess(source)
+                yield source.request
                 return
             from gateway.callers.key_desk import KeyDesk
             from gateway.callers.standings import Standings
@@ -416,7 +417,7 @@ class KeyFlags(options.FlagGroup):
             standings = Standings.alone(settings, source)
             unknown = partial(_unknown_models, settings, self.nodes)
             desk = KeyDesk(settings, standings, unknown, seconds=client.OPEN_SECONDS)
-            yield KeyAccess(desk)
+            yield partial(_ask_desk, desk)
 
 
 @app.add(
@@ -500,9 +501,11 @@ def create(
         _show_lines(key, entry, as_json=as_json)
         return
     try:
-        with stored.open() as keys:
-            made = keys.keep("POST", "/admin/keys", entry)
-    except NoStore:
+        with stored.open() as ask:
+            made = ask("POST", "/admin/keys", body=entry)
+    except (NoStore, GatewayRefused) as error:
+        if isinstance(error, GatewayRefused) and error.code != 501:
+            raise
         print_note("there is no store (store.url: off): put the lines into the settings")
         _show_lines(key, entry, as_json=as_json)
         return
@@ -518,8 +521,8 @@ def list_(
     stored: KeyFlags,
 ) -> None:
     """Show all keys of the settings and the store, without their secrets, which nobody has."""
-    with stored.open() as keys:
-        found = keys.request("GET", "/admin/keys", {"revoked": "1"} if revoked else None)
+    with stored.open() as ask:
+        found = ask("GET", "/admin/keys", {"revoked": "1"} if revoked else None)
     _tell_warnings(found.get("warnings", ()))
     if found.get("problem"):
         print_note(f"warning: the store does not answer: {found['problem']}")
@@ -531,8 +534,8 @@ def list_(
 @app.add("show")
 def show(*, name: str = KEY_NAME, as_json: bool = options.JSON, stored: KeyFlags) -> None:
     """Show one key: its rights, its limits, and when it was made and ends."""
-    with stored.open() as keys:
-        key = keys.key(name)
+    with stored.open() as ask:
+        key = _key(ask, name)
     if as_json:
         print_json(key)
         return
@@ -578,15 +581,14 @@ def set_(
     removed = _unset_fields(unset or (), wanted)
     if not wanted and not removed:
         raise typer.BadParameter("say what to change, such as --rpm 60 or --unset rpm")
-    with stored.open() as keys:
-        before = keys.key(name)
+    with stored.open() as ask:
+        before = _key(ask, name)
         trusted = wanted.get("trust_user_headers", before.get("trust_user_headers"))
         if "user_limits" in wanted and not trusted:
             raise typer.BadParameter("needs --trust-user-headers", param_hint="--user-…")
-        path = keys.path(str(before["id"]))
         after = _after(before, wanted, removed)
         patch = {place: _patch_to(before.get(place), value) for place, value in after.items()}
-        changed = keys.request("PATCH", path, body=patch)
+        changed = ask("PATCH", _key_path(before), body=patch)
     _tell_warnings(changed.pop("warnings", ()))
     print_answer(changed, _rights_text(changed), as_json=as_json)
 
@@ -597,8 +599,8 @@ def revoke(*, name: str = KEY_NAME, as_json: bool = options.JSON, stored: KeyFla
 
     Requests that run already are served to their end. Its name is free again, its id is not.
     """
-    with stored.open() as keys:
-        key = keys.request("DELETE", keys.path(name))
+    with stored.open() as ask:
+        key = ask("DELETE", _key_path(_key(ask, name)))
     print_answer(key, f"{_called(key)}: revoked", as_json=as_json)
 
 
@@ -623,10 +625,11 @@ def rotate(
         seconds = checked_grace(grace)
     except GatewayError as error:
         raise typer.BadParameter(error.message, param_hint="--grace") from None
-    with stored.open() as keys:
-        key = new_key(str(keys.key(name)["id"]))
+    with stored.open() as ask:
+        old = _key(ask, name)
+        key = new_key(str(old["id"]))
         fields = {"sha256": key.sha256, "grace": seconds}
-        rotated = keys.request("POST", f"{keys.path(name)}/rotate", body=fields)
+        rotated = ask("POST", f"{_key_path(old)}/rotate", body=fields)
     _tell_warnings(rotated.pop("warnings", ()))
     _show_new(key, rotated, as_json=as_json)
 
@@ -648,23 +651,22 @@ def import_(
     the SHA-256.
     """
     listed = _read_key_file(file)
-    with stored.open() as keys:
+    with stored.open() as ask:
         try:
-            entries = [entry.fields for entry in listed]
-            found = keys.request("POST", "/admin/keys/import", body={"keys": entries})
+            entries = {"keys": [fields for fields, _ in listed]}
+            found = ask("POST", "/admin/keys/import", body=entries)
         except GatewayRefused as error:
             problems = objects(error.body, "problems")
             if not problems:
                 raise
             raise ConfigError(
-                Problem(file, listed[one["index"]].line, one["key"], one["message"], one["remedy"])
+                Problem(file, listed[one["index"]][1], one["key"], one["message"], one["remedy"])
                 for one in problems
             ) from None
     warnings = list(found.get("warnings", ()))
     _tell_warnings(warnings)
-    text = f"{len(listed)} {'key' if len(listed) == 1 else 'keys'} imported"
     done = {"imported": len(listed), "warnings": warnings}
-    print_answer(done, text, as_json=as_json)
+    print_answer(done, f"{len(listed)} keys imported", as_json=as_json)
 
 
 def _show_lines(key: ApiKey, entry: Mapping[str, Any], *, as_json: bool) -> None:
@@ -739,8 +741,8 @@ class LimitFlags(FlagGroup):
 @groups.add("list")
 def list_groups(*, as_json: bool = options.JSON, stored: KeyFlags) -> None:
     """Show all groups of the settings and the store, those too that nobody has defined."""
-    with stored.open() as access:
-        found = access.request("GET", "/admin/groups")
+    with stored.open() as ask:
+        found = ask("GET", "/admin/groups")
     _tell_warnings(found.get("warnings", ()))
     nothing = "there are no groups; 'llama-gateway groups set NAME' makes one"
     print_listing(found, map(_group_row, found["groups"]), nothing, as_json=as_json)
@@ -778,19 +780,14 @@ def set_group(
     """Make a group in the store, or change its limits: what no flag names stays as it is."""
     wanted = limits.fields()
     removed = _unset_fields(unset or (), wanted, _GROUP_FIELDS)
-    try:
-        with stored.open() as access:
-            found = access.request("GET", "/admin/groups")["groups"]
-            defined = {one["name"]: one for one in found}
-            before = defined.get(name, {})
-            kept = {place: before.get(place) for place in _GROUPS}
-            after = kept | _after(kept, wanted, removed)
-            given = {place: value for place, value in after.items() if value}
-            group = access.keep("PUT", _group_path(name), given)
-    except NoStore:
-        raise WrongUsage(
-            "there is no store (store.url: off): write the group into the settings"
-        ) from None
+    with stored.open() as ask:
+        found = ask("GET", "/admin/groups")["groups"]
+        defined = {one["name"]: one for one in found}
+        before = defined.get(name, {})
+        kept = {place: before.get(place) for place in _GROUPS}
+        after = kept | _after(kept, wanted, removed)
+        given = {place: value for place, value in after.items() if value}
+        group = ask("PUT", _group_path(name), body=given)
     own, users = _limits_text(group["limits"]), _limits_text(group["user_limits"])
     print_answer(group, f"{name}: {own}; each end user {users}", as_json=as_json)
 
@@ -798,8 +795,8 @@ def set_group(
 @groups.add("remove")
 def remove_group(*, name: str = GROUP_NAME, as_json: bool = options.JSON, stored: KeyFlags) -> None:
     """Remove a group of the store. Keys that are of it share no limit then."""
-    with stored.open() as access:
-        group = access.request("DELETE", _group_path(name))
+    with stored.open() as ask:
+        group = ask("DELETE", _group_path(name))
     _tell_warnings(group["warnings"])
     print_answer(group, f"{name}: removed", as_json=as_json)
 
@@ -916,63 +913,41 @@ def _show_entry(key: ApiKey, entry: Mapping[str, Any], *, shown: bool, as_json: 
 # the models, the settings in force and the audit log. If none answers, the command opens the store.
 
 
-class KeyAccess:
-    """The keys and groups of a running gateway, or of a store alone, by the admin API's requests.
+def _key(ask: Ask, name: str) -> dict[str, Any]:
+    """Return one key; its name may hold anything, which a path can't. Raises CommandFailed."""
+    keys = ask("GET", "/admin/keys", {"name": name, "revoked": "1"})["keys"]
+    if not keys:
+        raise CommandFailed(
+            f"there is no key of the name or id '{name}'; 'llama-gateway keys list' shows all"
+        )
+    found: dict[str, Any] = min(keys, key=lambda key: key.get("state") == "revoked")
+    return found
 
-    The methods raise CommandFailed.
-    """
 
-    def __init__(self, source: AdminClient | KeyDesk) -> None:
-        self._source = source
+def _key_path(key: Mapping[str, Any]) -> str:
+    return f"/admin/keys/{quote(str(key['id']), safe='')}"
 
-    def request(
-        self,
-        method: str,
-        path: str,
-        parameters: Mapping[str, str] | None = None,
-        *,
-        body: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """As `AdminClient.request`; of a store alone with the words of the desk in errors.
 
-        It raises StoreError, too.
-        """
-        if isinstance(self._source, AdminClient):
-            return self._source.request(method, path, parameters, body=body)
-        import asyncio  # heavy for `--help`
+def _ask_desk(
+    desk: KeyDesk,
+    method: str,
+    path: str,
+    parameters: Mapping[str, str] | None = None,
+    *,
+    body: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """As `AdminClient.request`, with the words of the desk in errors. Raises StoreError, too."""
+    import asyncio  # heavy for `--help`
 
-        from gateway.callers.stored_keys import KeysRefused
-        from gateway.errors import GatewayError
+    from gateway.callers.stored_keys import KeysRefused
+    from gateway.errors import GatewayError
 
-        try:
-            return asyncio.run(_answer(self._source, method, path, parameters or {}, body or {}))
-        except GatewayError as error:
-            found = error.problems if isinstance(error, KeysRefused) else ()
-            problems = {"problems": [asdict(one) for one in found]}
-            raise GatewayRefused(error.message, error.status, problems) from None
-
-    def key(self, name: str) -> dict[str, Any]:
-        """Return one key; its name may hold anything, which a path can't."""
-        found = self.request("GET", "/admin/keys", {"name": name, "revoked": "1"})
-        keys = objects(found, "keys")
-        if not keys:
-            raise CommandFailed(
-                f"there is no key of the name or id '{name}'; 'llama-gateway keys list' shows all"
-            )
-        return min(keys, key=lambda key: key.get("state") == "revoked")
-
-    def path(self, name: str) -> str:
-        """Return the path of a key."""
-        return f"/admin/keys/{quote(str(self.key(name)['id']), safe='')}"
-
-    def keep(self, method: str, path: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Store a key or a group, and return it. Raises NoStore, too."""
-        try:
-            return self.request(method, path, body=fields)
-        except GatewayRefused as error:
-            if error.code == 501:
-                raise NoStore from None
-            raise
+    try:
+        return asyncio.run(_answer(desk, method, path, parameters or {}, body or {}))
+    except GatewayError as error:
+        found = error.problems if isinstance(error, KeysRefused) else ()
+        problems = {"problems": [asdict(one) for one in found]}
+        raise GatewayRefused(error.message, error.status, problems) from None
 
 
 async def _answer(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from datetime import datetime
 from pathlib import Path
@@ -122,7 +121,6 @@ FIT_EXAMPLES = examples_epilog(
 
 _servers = Panel("Servers")
 _machine = Panel("Machine")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?", re.IGNORECASE)
 
 
 class MachineFlags(options.FlagGroup):
@@ -325,15 +323,16 @@ def _kv_types(text: str) -> tuple[str, str]:
 
 
 def _bytes_of(option: str, text: str) -> int:
-    """Return the bytes of a size such as `32GiB`; K, M, G and T are powers of 1024."""
-    found = _SIZE.fullmatch(text.strip())
-    size = 0.0
-    if found:
-        unit = (found[2] or "").upper().removesuffix("B").removesuffix("I")
-        size = float(found[1]) * 1024 ** ("KMGT".find(unit) + 1 if unit else 0)
-    if not found or size > 1 << 50:
+    """Return the bytes of a size such as `32GiB`."""
+    from gateway.config.fields import parse_size
+
+    try:
+        size = parse_size(text)
+    except ValueError:
+        size = -1
+    if not 0 <= size <= 1 << 50:
         raise WrongUsage(f"{option} {text}: no size. Remedy: such as 32GiB or 512MiB")
-    return int(size)
+    return size
 
 
 # `llama-gateway cache`.

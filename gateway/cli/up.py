@@ -332,7 +332,6 @@ async def _serve(plan: LocalFleetPlan, given: Options, server_port: int | None) 
         # gets one of them.
         with reserve_addresses(settings), progress:
             await exit_stack.enter_async_context(fleet)
-        note_unlocked_models(plan, fleet.pids)
         given.inventory_file.write_text(_inventory_text(fleet.inventory()))
         inventory = await asyncio.to_thread(load_inventory, given.inventory_file)
         logs = exit_stack.enter_context(
@@ -402,16 +401,6 @@ def _slots(slots: int, context: int) -> str:
     if slots == 1:
         return f"1 slot of {context:,} tokens"
     return f"{slots} slots of {context:,} tokens each"
-
-
-def note_unlocked_models(plan: LocalFleetPlan, pids: tuple[int | None, ...]) -> None:
-    """Print a note for each server that should have locked its model and has not."""
-    from gateway.local.memory import memlock_warning
-
-    for spec, pid in zip(plan.specs, pids, strict=True):
-        model = next((one for one in plan.models if one.path == spec.model), None)
-        if spec.mlock and model and pid is not None and (warning := memlock_warning(model, pid)):
-            print_note(f"  {spec.name}: {warning}")
 
 
 def _print_example(gateway: Gateway, model: str | None) -> None:

@@ -297,7 +297,6 @@ def format_gib(size: int) -> str:
 
 ROOT = Path("/")
 CAP_IPC_LOCK = 14  # linux/capability.h
-LOCKED_SHARE = 0.9  # of the model file that must be locked; the vocabulary never is
 
 
 def memlock_limit(sysroot: Path = ROOT) -> int | None:
@@ -328,20 +327,6 @@ def check_memlock(model: ModelFile, limit: int | None) -> None:
             "AmbientCapabilities=CAP_IPC_LOCK; for a container --ulimit memlock=-1; or leave "
             "--mlock out"
         )
-
-
-def memlock_warning(model: ModelFile, pid: int, sysroot: Path = ROOT) -> str | None:
-    """Return a warning about a server that has loaded its model without locking all of it."""
-    words = read_fields(sysroot / f"proc/{pid}/status").get("VmLck", "").split()
-    if not words:
-        return None  # the process has ended, or this is not Linux
-    locked = int(words[0]) * 1024
-    if locked >= LOCKED_SHARE * model.size:
-        return None
-    return (
-        f"only {format_gib(locked)} of {format_gib(model.size)} is locked in memory; its "
-        "log may say why"
-    )
 
 
 def main(arguments: list[str] | None = None) -> None:

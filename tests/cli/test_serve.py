@@ -324,8 +324,8 @@ async def test_a_failure_of_tls_names_what_mends_it(folder: Path) -> None:
             assert "_ssl" not in told[f"n{number}"]
         # The commands that ask a gateway say it, too.
         for wrong, right in (
-            (f"http://127.0.0.1:{own}", f"write https://127.0.0.1:{own}\n"),
-            ("http://::1:8001", "needs brackets: http://[::1]:8001\n"),
+            (f"http://127.0.0.1:{own}", "does it speak https?\n"),
+            ("http://::1:8001", "an IPv6 address needs brackets\n"),
         ):
             for command in (("nodes", "--admin-url"), ("batch", "list", "--url")):
                 ran = await asyncio.to_thread(run, *command, wrong)

@@ -26,12 +26,12 @@ import pytest
 import yaml
 
 from gateway.cli import up
-from gateway.local.gguf import read_model
-from gateway.local.memory import file_memory, memlock_warning, memory_needed
-from gateway.local.plan import DEFAULT_CONTEXT, DEFAULT_SLOTS, plan_local_fleet
+from gateway.local.memory import file_memory, memory_needed
+from gateway.local.plan import DEFAULT_CONTEXT, DEFAULT_SLOTS
 from gateway.local.server import BASE_PORT, claim_free_port, claimed_port, server_environment
 from tests.cli.running import read_until, refusal, run_process
 from tests.each_case import each_case
+from tests.local.machine import is_locked
 from tests.local.small_models import SMALL, write_hollow
 from tests.processes import wait_until_gone
 from tests.servers import demo_model, may_lock, server_binary, server_path
@@ -375,9 +375,8 @@ class TestServing:
     async def test_a_model_is_locked_in_memory(self, environment: dict[str, str]) -> None:
         async with running(environment, "--mlock") as it:
             await it.url()
-            model = read_model(demo_model())
-            assert [memlock_warning(model, server.pid) for server in it.servers()] == [None]
-            assert "is locked" not in "\n".join(it.lines)
+            (server,) = it.servers()
+            assert is_locked(server.pid, demo_model())
 
     @pytest.mark.smoke
     @pytest.mark.skipif(
@@ -552,14 +551,6 @@ def test_a_model_that_may_not_be_locked_is_refused_with_the_remedy() -> None:
     assert ran.returncode == 1
     assert "may lock 0 MiB of memory here, and the model is 4 MiB" in ran.stderr
     assert "--memlock=unlimited" in ran.stderr
-
-
-def test_a_server_without_a_locked_model_is_noted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan = plan_local_fleet(demo_model(), mlock=True, servers=2, cache=tmp_path)
-    up.note_unlocked_models(plan, (os.getpid(), None))
-    assert capsys.readouterr().err.startswith("  local-0: only 0 MiB of 4 MiB is locked")
 
 
 @pytest.mark.real

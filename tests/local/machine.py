@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from gateway.local.topology import format_kernel_list
+from gateway.local.topology import format_kernel_list, read_fields
 
 GIB_IN_KIB = 1 << 20
 
@@ -119,3 +119,9 @@ def write(root: Path, place: str, text: str) -> None:
     path = root / place
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
+
+
+def is_locked(pid: int, model: Path) -> bool:
+    """Whether a process has locked as much memory as the model's file, but for the vocabulary."""
+    locked = read_fields(Path(f"/proc/{pid}/status"))["VmLck"].split()[0]
+    return int(locked) * 1024 >= 0.9 * model.stat().st_size

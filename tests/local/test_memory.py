@@ -23,7 +23,6 @@ from gateway.local.memory import (
     compute_bytes,
     format_gib,
     memlock_limit,
-    memlock_warning,
     repacked_types,
     server_memory,
     server_needs,
@@ -264,24 +263,6 @@ def test_a_limit_below_the_model_is_refused_with_the_remedy() -> None:
         assert word in str(caught.value)
     check_memlock(LOCKED, LOCKED.size)
     check_memlock(LOCKED, None)
-
-
-@pytest.mark.parametrize(
-    ("locked", "warning"),
-    [
-        (8 << 20, None),
-        (0, "only 0 MiB of 8.0 GiB is locked in memory; its log may say why"),
-        (4 << 20, "only 4.0 GiB of 8.0 GiB is locked in memory; its log may say why"),
-    ],
-)
-def test_a_server_with_too_little_locked_memory_is_warned_of(
-    tmp_path: Path, locked: int, warning: str | None
-) -> None:
-    home = tmp_path / "proc/7"
-    home.mkdir(parents=True)
-    (home / "status").write_text(f"Name:\tllama-server\nVmLck:\t{locked:8} kB\n")
-    assert memlock_warning(LOCKED, 7, tmp_path) == warning
-    assert memlock_warning(LOCKED, 8, tmp_path) is None
 
 
 def test_the_real_limits_of_a_process_are_read() -> None:

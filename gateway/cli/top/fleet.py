@@ -95,11 +95,7 @@ def slots_drawn(row: Row) -> str:
 
 
 def _number(name: str) -> Callable[[Row], float]:
-    def read(row: Row) -> float:
-        value = row.get(name)
-        return float(value) if isinstance(value, int | float) else -math.inf
-
-    return read
+    return lambda row: -math.inf if row.get(name) is None else row[name]
 
 
 def _text(name: str) -> Callable[[Row], str]:
@@ -107,20 +103,16 @@ def _text(name: str) -> Callable[[Row], str]:
 
 
 def _by(order: Sequence[str], name: str) -> Callable[[Row], int]:
-    def read(row: Row) -> int:
-        value = str(row.get(name))
-        return order.index(value) if value in order else len(order)
-
-    return read
+    places = {value: place for place, value in enumerate(order)}
+    return lambda row: places.get(str(row.get(name)), len(order))
 
 
 def _speed(name: str, share: str) -> Callable[[Row], str]:
     """Tokens a second, and how they compare with the node's own past if that is known."""
 
     def read(row: Row) -> str:
-        text = format_cell(row.get(name))
-        part = row.get(share)
-        return f"{text} {part:.0%}" if isinstance(part, int | float) and part < 0.9 else text
+        text, part = format_cell(row.get(name)), row.get(share)
+        return text if part is None or part >= 0.9 else f"{text} {part:.0%}"
 
     return read
 
@@ -137,9 +129,8 @@ def _reason(row: Row) -> str:
 
 def _labels(row: Row) -> str:
     """The labels, as the filters of other commands take them: `rack=b`."""
-    labels = row.get("labels")
-    pairs = labels.items() if isinstance(labels, dict) else ()
-    return " ".join(f"{format_cell(name)}={format_cell(value)}" for name, value in sorted(pairs))
+    pairs = sorted((row.get("labels") or {}).items())
+    return " ".join(f"{format_cell(name)}={format_cell(value)}" for name, value in pairs)
 
 
 NODE_COLUMNS = (
@@ -158,19 +149,18 @@ NODE_COLUMNS = (
 )
 
 
-def _since(row: Row, now: float) -> float:
-    value = row.get("received_at")
-    return max(0.0, now - value) if isinstance(value, int | float) else 0.0
-
-
 def request_columns(now: float) -> tuple[Column, ...]:
     """The columns of requests at this Unix time."""
+
+    def age(row: Row) -> float:
+        return max(0.0, now - float(row.get("received_at", now)))
+
     return (
         Column("REQUEST", _text("request_id")),
         Column("STATE", _text("state")),
         Column("CLASS", _text("class"), _by(CLASS_ORDER, "class")),
         Column("NODE", _text("node")),
-        Column("AGE", lambda row: duration(_since(row, now)), lambda row: -_since(row, now)),
+        Column("AGE", lambda row: duration(age(row)), lambda row: -age(row)),
         Column("TTFT", lambda row: _seconds(row.get("ttft")), _number("ttft")),
         Column("TOKENS", _text("tokens"), _number("tokens")),
         Column("TOK/S", _text("tokens_per_second"), _number("tokens_per_second")),
@@ -244,8 +234,8 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60}h{minutes % 60:02d}m"
 
 
-def _seconds(value: object) -> str:
-    return duration(value) if isinstance(value, int | float) else "-"
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else duration(value)
 
 
 def headline(picture: FleetPicture) -> str:
@@ -253,10 +243,8 @@ def headline(picture: FleetPicture) -> str:
     if not picture.at:
         return "waiting for the gateway"
     get = picture.summary.get
-    queue = get("queue")
-    waiting = {name: count for name, count in queue.items() if count} if queue else {}
-    speeds = (row.get("tokens_per_second") for row in (picture.requests or {}).values())
-    speed = sum(value for value in speeds if isinstance(value, int | float))
+    waiting = {name: count for name, count in (get("queue") or {}).items() if count}
+    speed = sum(row.get("tokens_per_second") or 0 for row in (picture.requests or {}).values())
     states = get("states") or {}
     working = sum(states.get(name, 0) for name in ("ready", "degraded", "mute", "sleeping"))
     parts = [
@@ -279,11 +267,10 @@ def headline(picture: FleetPicture) -> str:
 
 def _cluster_words(cluster: Row) -> str:
     """Who leads, and what each member's edges serve."""
-    members = cluster.get("members")
     told = [
         f"{format_cell(one.get('name'))} {format_cell(one.get('role'))} "
         + "+".join(str(edge.get("streams")) for edge in one.get("edges") or ())
-        for one in members or ()
+        for one in cluster.get("members") or ()
     ]
     return "; ".join(one.rstrip() for one in told)
 
@@ -307,7 +294,6 @@ def _problem_text(problem: Row, *, commands: bool) -> str:
     title, cause, remedy = (format_cell(problem.get(key)) for key in ("title", "cause", "remedy"))
     whose = f" Caller: {caller_text(problem)}." if problem.get("caller") else ""
     text = f"{title}: {cause}{whose} Do: {remedy}"
-    lines = problem.get("commands")
-    if commands and isinstance(lines, list) and lines:
+    if commands and (lines := problem.get("commands")):
         text += " Run: " + "; ".join(format_cell(line) for line in lines)
     return text
