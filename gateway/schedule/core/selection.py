@@ -491,7 +491,9 @@ def available_rows(
     keeps_reserve = placement_state.batch_reserve > 0.0 and queued.keeps_batch_reserve
     if keeps_reserve:
         placement_state.spread_batch_reserve()
-    avoided: Collection[int] = queued.failed if queued.failed and _another_is_alive(queued) else ()
+    others = alive_rows(queued.groups, queued.excluded) if queued.failed else ()
+    avoids = any(row.index not in queued.failed for row in others)
+    avoided: Collection[int] = queued.failed if avoids else ()
     for group, tiers in enumerate(queued.groups):
         for candidates in tiers:
             rows = _rows_with_room(placement_state, candidates, queued)
@@ -582,11 +584,6 @@ def _with_tokens(found: AvailableRows, queued: QueuedRequest) -> AvailableRows |
     if len(rows) == len(found.rows):
         return found
     return AvailableRows(rows, found.candidate_set, found.group, False) if rows else None
-
-
-def _another_is_alive(queued: QueuedRequest) -> bool:
-    alive = alive_rows(queued.groups, queued.excluded)
-    return any(row.index not in queued.failed for row in alive)
 
 
 def _is_open_to(row: NodeSlots, queued: QueuedRequest) -> bool:
