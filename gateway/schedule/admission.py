@@ -24,7 +24,7 @@ from gateway import errors
 from gateway.callers.fair_share import FairShare, soft_limit
 from gateway.config.scheduling import DEFAULT_QUEUE_SHARE
 from gateway.config.settings import Settings
-from gateway.lease import GrantedLease, LeaseRequest, Tried
+from gateway.lease import GrantedLease, LeaseCaller, LeaseRequest, Tried
 from gateway.nodes.router import ModelLoad
 from gateway.schedule.candidates import NodeCandidates, NodesByModel, nodes_of
 from gateway.schedule.core.requests import QueuedRequest
@@ -305,22 +305,15 @@ class Admission:
         self.limits = {priority: class_limits(settings, priority) for priority in Priority}
 
     def admit(
-        self,
-        request: LeaseRequest,
-        waiting: int,
-        predicted: float | None,
-        retry_after: float,
-        now: float,
-        deadline: float | None = None,
-        *,
-        retried: bool = False,
+        self, waiter: Waiter, waiting: int, predicted: float | None, retry_after: float, now: float
     ) -> float:
-        """Until when a request may wait; `deadline`: until when its client does.
+        """Until when a request may wait beside `waiting` others.
 
-        Raises: GatewayError, as `refusal`, or when its client will have stopped waiting before.
+        Raises: GatewayError, as `check`, or when its client will have stopped waiting before.
         """
-        until = now + self.limits[request.caller.priority].max_wait
-        if request.caller.yields or request.caller.patient:
+        caller, deadline = waiter.request.caller, waiter.queued.deadline
+        until = now + self.limits[caller.priority].max_wait
+        if caller.yields or caller.patient:
             # Work that can wait, as long as its deadline allows.
             until, predicted = math.inf, None
         if deadline is not None:
@@ -331,58 +324,43 @@ class Admission:
                 )
             until = min(until, deadline)
         # A request that was admitted once is not refused because its node failed it.
-        if not (retried or request.caller.admitted):
-            refusal = self.refusal(
-                request.caller.priority, waiting, predicted, retry_after, request.caller.id
-            )
-            if refusal is not None:
-                raise refusal
+        if not (waiter.tried.was_sent or caller.admitted):
+            self.check(caller, waiting, predicted, retry_after)
         return until
 
-    def refusal(
-        self,
-        priority: Priority,
-        waiting: int,
-        predicted: float | None,
-        retry_after: float,
-        caller: str = "",
-    ) -> errors.GatewayError | None:
-        """Why a request may not wait now; None: it may.
+    def check(
+        self, caller: LeaseCaller, waiting: int, predicted: float | None, retry_after: float
+    ) -> None:
+        """See whether one more request of the caller may wait. Raises: GatewayError, if not.
 
         `predicted` is its expected wait, None where that is unknown; `retry_after` the time until
         one fewer waits. Both in seconds.
         """
-        limits, key = self.limits[priority], (priority, caller)
+        priority, key = caller.priority, (caller.priority, caller.id)
+        limits = self.limits[priority]
         if waiting >= limits.most_waiting:
-            return errors.queue_full(
+            raise errors.queue_full(
                 f"{waiting} requests wait already. Try again later.", retry_after
             )
-        if predicted is None:
+        if predicted is None or predicted <= limits.reopen_below:
             self._refused.discard(key)
-            return None
+            return
+        if predicted > limits.refuse_above:
+            if len(self._refused) >= MOST_REFUSED_CALLERS:
+                self._refused.clear()
+            self._refused.add(key)
         if predicted > limits.max_wait:
-            self._refuse(key)
-            return errors.queue_timeout(
+            raise errors.queue_timeout(
                 f"A slot is expected in {predicted:.0f} s, and no request of the class "
                 f"'{priority.label}' waits longer than {limits.max_wait:.0f} s.",
                 predicted - limits.reopen_below,
             )
-        if predicted > limits.refuse_above:
-            self._refuse(key)
-        elif predicted <= limits.reopen_below:
-            self._refused.discard(key)
         if key in self._refused:
-            return errors.queue_full(
+            raise errors.queue_full(
                 f"A slot is expected in {predicted:.0f} s: the queue is too long for the class "
                 f"'{priority.label}' now. Try again later.",
                 max(1.0, predicted - limits.reopen_below),
             )
-        return None
-
-    def _refuse(self, key: tuple[Priority, str]) -> None:
-        if len(self._refused) >= MOST_REFUSED_CALLERS:
-            self._refused.clear()
-        self._refused.add(key)
 
 
 def queue_room(

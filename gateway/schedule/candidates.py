@@ -592,7 +592,6 @@ def with_context(nodes: Sequence[Node], tokens: int) -> Sequence[Node]:
     return [node for node in nodes if (node.context or 0) == largest]
 
 
-MOST_CACHED_GROUPS = 1000
 _ORDER: tuple[Tier, ...] = ("gpu", "cpu")
 
 
@@ -604,10 +603,6 @@ class TierRouter:
     fleet_sync: FleetSync
     dispatcher: Dispatcher
     settings: Settings
-    _open_groups: dict[tuple[ModelGroups, tuple[Tier, ...]], ModelGroups] = field(
-        default_factory=dict
-    )
-    """Groups of the open tiers, made once: the dispatcher compares them by identity."""
 
     def configure(self, settings: Settings) -> None:
         """Put changed settings in force; the budget stays."""
@@ -625,6 +620,8 @@ class TierRouter:
         waits: bool = False,
     ) -> NodeCandidates:
         """The candidates in the tiers that are open now; a request that spills over has reserved.
+
+        A model that one tier alone has keeps that.
 
         `waits`: it stands in the queue. Candidates that are not used must be given to
         `cancel_reservation`.
@@ -649,7 +646,10 @@ class TierRouter:
             fallback_at = math.inf
         return replace(
             candidates,
-            groups=self._groups(candidates.groups, open_tiers),
+            groups=tuple(
+                tuple(group[_ORDER.index(tier)] for tier in open_tiers) if len(group) > 1 else group
+                for group in candidates.groups
+            ),
             tier_route=route,
             fallback_at=fallback_at,
         )
@@ -669,19 +669,6 @@ class TierRouter:
         if not row.gpu:
             self.cancel_reservation(candidates)
         return route.fallback("gpu" if row.gpu else "cpu"), route.reservation if row.gpu else None
-
-    def _groups(self, groups: ModelGroups, tiers: tuple[Tier, ...]) -> ModelGroups:
-        """The open tiers of each group; a group with one tier alone keeps that."""
-        key = groups, tiers
-        found = self._open_groups.get(key)
-        if found is None:
-            if len(self._open_groups) >= MOST_CACHED_GROUPS:
-                self._open_groups.clear()
-            found = self._open_groups[key] = tuple(
-                tuple(group[_ORDER.index(tier)] for tier in tiers) if len(group) > 1 else group
-                for group in groups
-            )
-        return found
 
     def _status(
         self, tier: CandidateSet, queued: QueuedRequest, now: float, *, waits: bool

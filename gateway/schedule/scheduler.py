@@ -510,11 +510,9 @@ class Scheduler:
             if not slots and self.fleet.routers:
                 by_work = load_wait(candidates, now)
             predicted = combine_waits(self.completion_rate, slots, ahead, by_work, now)
-        retry_after, retried = self.completion_rate.retry_after(1, now), waiter.tried.was_sent
+        retry_after = self.completion_rate.retry_after(1, now)
         try:
-            expires_at = self.admission.admit(
-                request, waiting, predicted, retry_after, now, queued.deadline, retried=retried
-            )
+            expires_at = self.admission.admit(waiter, waiting, predicted, retry_after, now)
         except errors.GatewayError:
             self.tier_router.cancel_reservation(candidates)
             raise

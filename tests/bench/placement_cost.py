@@ -75,7 +75,7 @@ class LoadedFleet:
         request = self.next_request()
         begin = time.process_time()
         self.dispatcher.finished(
-            placement, self.now, request.prompt_tokens, 0.0, request.completion_tokens
+            placement, self.now, request.prompt_tokens, request.completion_tokens
         )
         placements = self.dispatcher.match(self.now)
         placed = self.dispatcher.place_or_queue(request, self.now)
@@ -103,7 +103,7 @@ def small_fleet(rounds: int) -> float:
     for request in requests:
         placement = dispatcher.place_or_queue(request, request.received_at)
         assert placement is not None
-        dispatcher.finished(placement, request.received_at, 100.0, 0.0, 100.0)
+        dispatcher.finished(placement, request.received_at, 100.0, 100.0)
     return (time.process_time() - begin) / rounds
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
-from gateway.lease import NOTHING_TRIED, LeaseRequest, PromptKey, Tried
+from gateway.lease import NOTHING_TRIED, LeaseCaller, LeaseRequest, PromptKey, Tried
 from gateway.nodes.node import Node
 from gateway.schedule.admission import (
     DEFAULT_RETRY_AFTER,
@@ -20,8 +20,11 @@ from gateway.schedule.admission import (
     RATE_WINDOW,
     Admission,
     CompletionRate,
+    Waiter,
     combine_waits,
 )
+from gateway.schedule.candidates import NodeCandidates
+from gateway.schedule.core.requests import QueuedRequest
 from gateway.schedule.scheduler import Scheduler
 from gateway.terms import Priority
 from tests.calls import count_calls
@@ -45,6 +48,20 @@ def an_admission(**settings: Any) -> Admission:
     return Admission(Settings.model_validate(settings))
 
 
+def refusal(admission: Admission, priority: Priority, *of: Any) -> GatewayError | None:
+    """Why one more request of the class may not wait; `of` as `Admission.check` takes it."""
+    try:
+        admission.check(LeaseCaller("caller", "caller", priority), *of)
+    except GatewayError as error:
+        return error
+    return None
+
+
+def asker(deadline: float | None = None, tried: Tried = NOTHING_TRIED) -> Waiter:
+    queued = QueuedRequest("r", (), NORMAL, "caller", 0.0, deadline=deadline)
+    return Waiter(a_request(), tried, NodeCandidates((), ()), queued, 0.0)
+
+
 def code(found: GatewayError | None) -> str | None:
     return None if found is None else found.code
 
@@ -62,60 +79,59 @@ def test_lower_classes_are_refused_first_but_a_short_queue_has_room_for_all(
 
 
 def test_a_full_queue_advises_when_a_place_comes_free() -> None:
-    found = an_admission(queue={"max": 3}).refusal(NORMAL, 3, 0.0, 7.0)
+    found = refusal(an_admission(queue={"max": 3}), NORMAL, 3, 0.0, 7.0)
     assert found is not None
     assert (found.status, found.code, found.retry_after) == (429, "queue_full", 7.0)
 
 
 def test_a_predicted_wait_beyond_the_classes_limit_is_refused_at_once() -> None:
     admission = an_admission(queue={"max_wait": 100}, classes={"batch": {"max_wait": 1000}})
-    found = admission.refusal(NORMAL, 1, 101.0, 5.0)
+    found = refusal(admission, NORMAL, 1, 101.0, 5.0)
     assert found is not None
     assert (found.status, found.code, found.retryable) == (503, "queue_timeout", False)
     # When the wait has fallen to where the class is admitted again: 0.8 x 0.9 x 100 s.
     assert found.retry_after == pytest.approx(101.0 - 72.0)
-    assert admission.refusal(BATCH, 1, 101.0, 5.0) is None
+    assert refusal(admission, BATCH, 1, 101.0, 5.0) is None
 
 
 def test_a_class_refused_for_the_wait_stays_refused_until_the_wait_has_fallen() -> None:
     admission = an_admission(queue={"max_wait": 100, "reopen": 0.5})
-    assert admission.refusal(NORMAL, 5, 89.0, 5.0) is None
-    refused = admission.refusal(NORMAL, 5, 91.0, 5.0)
+    assert refusal(admission, NORMAL, 5, 89.0, 5.0) is None
+    refused = refusal(admission, NORMAL, 5, 91.0, 5.0)
     assert refused is not None
     assert refused.code == "queue_full"
     assert refused.retry_after == pytest.approx(91.0 - 45.0)
-    assert code(admission.refusal(NORMAL, 5, 60.0, 5.0)) == "queue_full"
-    assert admission.refusal(URGENT, 5, 60.0, 5.0) is None
-    assert admission.refusal(NORMAL, 5, 45.0, 5.0) is None
-    assert admission.refusal(NORMAL, 5, 60.0, 5.0) is None
+    assert code(refusal(admission, NORMAL, 5, 60.0, 5.0)) == "queue_full"
+    assert refusal(admission, URGENT, 5, 60.0, 5.0) is None
+    assert refusal(admission, NORMAL, 5, 45.0, 5.0) is None
+    assert refusal(admission, NORMAL, 5, 60.0, 5.0) is None
 
 
 def test_an_unknown_wait_does_not_count() -> None:
     admission = an_admission(queue={"max_wait": 100})
-    assert code(admission.refusal(NORMAL, 5, 95.0, 5.0)) == "queue_full"
-    assert admission.refusal(NORMAL, 5, None, 5.0) is None
-    assert admission.refusal(NORMAL, 5, 80.0, 5.0) is None
+    assert code(refusal(admission, NORMAL, 5, 95.0, 5.0)) == "queue_full"
+    assert refusal(admission, NORMAL, 5, None, 5.0) is None
+    assert refusal(admission, NORMAL, 5, 80.0, 5.0) is None
 
 
 def test_a_deadline_bounds_the_wait_and_is_refused_at_once_if_it_cannot_be_met() -> None:
     admission = an_admission(queue={"max_wait": 100})
-    request = a_request()
-    assert admission.admit(request, 1, 9.0, 5.0, 1000.0, 1010.0) == 1010.0
-    assert admission.admit(a_request(), 1, 9.0, 5.0, 1000.0) == 1100.0
+    assert admission.admit(asker(1010.0), 1, 9.0, 5.0, 1000.0) == 1010.0
+    assert admission.admit(asker(), 1, 9.0, 5.0, 1000.0) == 1100.0
     with pytest.raises(GatewayError) as raised:
-        admission.admit(request, 1, 11.0, 5.0, 1000.0, 1010.0)
+        admission.admit(asker(1010.0), 1, 11.0, 5.0, 1000.0)
     assert (raised.value.status, raised.value.code) == (503, "queue_timeout")
     assert raised.value.retry_after == 1.0
     # A deadline in the past: a predicted wait of 0 is too long.
     with pytest.raises(GatewayError):
-        admission.admit(request, 1, 0.0, 5.0, 1000.0, 999.0)
+        admission.admit(asker(999.0), 1, 0.0, 5.0, 1000.0)
 
 
 def test_an_admitted_request_is_refused_only_for_its_deadline() -> None:
-    admission = an_admission(queue={"max": 1})
-    assert admission.admit(a_request(), 9, None, 5.0, 0.0, retried=True) > 0
+    admission, tried = an_admission(queue={"max": 1}), failed_on("a")
+    assert admission.admit(asker(None, tried), 9, None, 5.0, 0.0) > 0
     with pytest.raises(GatewayError):
-        admission.admit(a_request(), 9, 6.0, 5.0, 0.0, 5.0, retried=True)
+        admission.admit(asker(5.0, tried), 9, 6.0, 5.0, 0.0)
 
 
 def test_the_lower_of_two_predictions_counts() -> None:

@@ -19,7 +19,6 @@ import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import NamedTuple
 from weakref import WeakSet
 
 import msgspec
@@ -157,17 +156,6 @@ def clamp(value: float, least: float, most: float, default: float) -> float:
     return least if value < least else most
 
 
-class Requirements(NamedTuple):
-    """What decides which rows have room for a request: equal requirements, equal rows."""
-
-    groups: tuple[TierSets, ...] = ()
-    slots: int = 0
-    keeps_batch_reserve: bool = False
-
-
-NO_REQUIREMENTS = Requirements()
-
-
 class QueuedRequest(msgspec.Struct, eq=False):
     """A request for slots on one node, in numbers, from its arrival until it is released.
 
@@ -210,7 +198,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
     arrival_key: tuple[float, int] = (0.0, 0)  # sorts requests by age
     account: FairnessAccount | None = None
     """Its caller's account while it waits; None: it does not wait."""
-    requirements: Requirements = NO_REQUIREMENTS
+    requirements: Requirements = ((), 0, False)
     fills_pool: bool = False  # whether it needs most of the tokens of a shared pool
     was_reserved_for: bool = False
     """Whether a node's room has been reserved for it: once it suffices, it goes first."""
@@ -288,22 +276,20 @@ class QueuedRequest(msgspec.Struct, eq=False):
 
     def find_warmest_rows(self) -> None:
         """Set `warmest_rows`: those that have most of its prompt cached, or will have."""
-        cached = self.cached
-        if self.pending:
-            cached = {**self.pending, **cached}
-            for index, tokens in self.pending.items():
-                cached[index] = max(cached[index], tokens)
-        if len(cached) <= WARM_ROWS_PER_REQUEST:
-            self.warmest_rows = tuple(cached)
-        else:
-            ranked = sorted(cached, key=cached.__getitem__, reverse=True)
-            self.warmest_rows = tuple(ranked[:WARM_ROWS_PER_REQUEST])
+        cached, pending = self.cached, self.pending
+        if pending:
+            either = {**pending, **cached}
+            cached = {one: max(cached.get(one, 0.0), pending.get(one, 0.0)) for one in either}
+        rows = list(cached)
+        if len(rows) > WARM_ROWS_PER_REQUEST:
+            rows.sort(key=cached.__getitem__, reverse=True)
+        self.warmest_rows = tuple(rows[:WARM_ROWS_PER_REQUEST])
 
     def enter(self, account: FairnessAccount, number: int, now: float) -> None:
         """It waits now, as the arrival of that number; `cached` is as of now."""
         self.account, self.cache_checked_at = account, now
         self.arrival_key = (self.received_at, number)
-        self.requirements = Requirements(self.groups, self.slots, self.keeps_batch_reserve)
+        self.requirements = self.groups, self.slots, self.keeps_batch_reserve
         cached = max(self.cached.values(), default=0.0)
         uncached = max(LEAST_UNCACHED_TOKENS, self.prompt_tokens - cached)
         self.work_tokens = uncached, self.completion_tokens
@@ -873,6 +859,9 @@ class CandidateSet:
 
 # Candidate sets that serve the same model, best first: each is for when those before are full.
 TierSets = tuple[CandidateSet, ...]
+# What decides which rows have room for a request, for equal ones the same: `groups`, `slots` and
+# `keeps_batch_reserve`.
+Requirements = tuple[tuple[TierSets, ...], int, bool]
 
 
 def alive_rows(groups: Iterable[TierSets], excluded: Collection[int]) -> Iterator[NodeSlots]:

@@ -34,7 +34,7 @@ import math
 import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Final
 from weakref import WeakKeyDictionary
 
 from gateway.schedule.core.requests import (
@@ -62,24 +62,6 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-Numbers = TypeVar("Numbers", float, "Floats")  # a float, or an array with one for each row
-
-
-def expected_cost(
-    uncached: float,
-    completion: float,
-    per_prompt_token: Numbers,
-    per_output_token: Numbers,
-    delay: Numbers,
-    slowed: Numbers,
-) -> Numbers:
-    """T from a row's coefficients, for floats as for numpy arrays.
-
-    `per_prompt_token` = (1 + k)/p, `per_output_token` = b + s·k, `delay` = W + R + D,
-    `slowed` = d·Σr.
-    """
-    return delay + uncached * per_prompt_token + completion * per_output_token + slowed
-
 
 def row_cost(row: NodeSlots, queued: QueuedRequest, now: float) -> float:
     """T of a request on a row that has room for it now."""
@@ -97,14 +79,8 @@ def row_cost(row: NodeSlots, queued: QueuedRequest, now: float) -> float:
         remaining = row.ends_sum - now * len(row.running)
         if remaining > 0.0:
             slowed = row.decode_slowdown * remaining
-    return expected_cost(
-        uncached,
-        queued.completion_tokens,
-        row.per_prompt_token,
-        row.per_output_token,
-        delay,
-        slowed,
-    )
+    output = queued.completion_tokens * row.per_output_token
+    return delay + uncached * row.per_prompt_token + output + slowed
 
 
 def row_costs(rows: Sequence[NodeSlots], queued: QueuedRequest, now: float) -> list[float]:
@@ -120,9 +96,8 @@ def row_costs(rows: Sequence[NodeSlots], queued: QueuedRequest, now: float) -> l
         remaining, slowdown = 0.0, row.decode_slowdown
         if slowdown:
             remaining = row.ends_sum - now * len(row.running)
-            if remaining < 0.0:  # noqa: PLR1730 - as above
+            if remaining < 0.0:  # noqa: PLR1730 - a call costs four times as much
                 remaining = 0.0
-        # `expected_cost`, inlined: the calls would be most of the time.
         costs.append(
             delay
             + prompt * row.per_prompt_token
@@ -141,16 +116,10 @@ def row_cost_after(row: NodeSlots, queued: QueuedRequest, wait: float) -> float:
     cached = max(queued.cached.get(index, 0.0), queued.pending.get(index, 0.0))
     uncached = max(LEAST_UNCACHED_TOKENS, queued.prompt_tokens - cached)
     neighbours = max(0, row.busy - queued.slots)
-    penalty = queued.penalties.get(index, 0.0)
-    return expected_cost(
-        uncached,
-        queued.completion_tokens,
-        (1 + neighbours) / row.prefill_tps,
-        row.token_base + row.token_step * neighbours,
-        # A bonus, as of the node that served its session last, is no reason to wait.
-        wait + row.penalty + max(0.0, penalty),
-        0.0,
-    )
+    # A bonus, as of the node that served its session last, is no reason to wait.
+    delay = wait + row.penalty + max(0.0, queued.penalties.get(index, 0.0))
+    output = queued.completion_tokens * (row.token_base + row.token_step * neighbours)
+    return delay + uncached * ((1 + neighbours) / row.prefill_tps) + output
 
 
 def cost_of_figures(
@@ -158,14 +127,10 @@ def cost_of_figures(
 ) -> float:
     """T of a request of so many tokens on a row that it was compared with, as `row_cost` had it."""
     speed, work, own = row.speed, row.work, comparison.own_figures(row)
-    return expected_cost(
-        uncached_tokens(own, prompt_tokens),
-        completion_tokens,
-        (1 + work.busy) / speed.prefill_tps,
-        speed.token_base + speed.token_step * work.busy,
-        comparison.prefill_wait(row) + speed.penalty + own.penalty,
-        work.decode_slowdown * comparison.remaining(row),
-    )
+    delay = comparison.prefill_wait(row) + speed.penalty + own.penalty
+    prefill = uncached_tokens(own, prompt_tokens) * ((1 + work.busy) / speed.prefill_tps)
+    output = completion_tokens * (speed.token_base + speed.token_step * work.busy)
+    return delay + prefill + output + work.decode_slowdown * comparison.remaining(row)
 
 
 def uncached_tokens(own: OwnFigures, prompt_tokens: float) -> float:
@@ -238,16 +203,11 @@ class CostColumns:
         columns = self._columns()
         free, per_prompt, per_output, slowdown, ends, running, prefill, penalty, reserve = columns
         rows = self._state.rows
-        costs: Floats = expected_cost(
-            max(LEAST_UNCACHED_TOKENS, queued.prompt_tokens)
-            if queued.cached
-            else queued.prompt_tokens,
-            queued.completion_tokens,
-            per_prompt,
-            per_output,
-            penalty + np.maximum(prefill - now, 0.0),
-            slowdown * np.maximum(ends - now * running, 0.0),
-        )
+        prompt, output = queued.prompt_tokens, queued.completion_tokens * per_output
+        if queued.cached:
+            prompt = max(LEAST_UNCACHED_TOKENS, prompt)
+        delay, slowed = np.maximum(prefill - now, 0.0), np.maximum(ends - now * running, 0.0)
+        costs: Floats = penalty + delay + prompt * per_prompt + output + slowdown * slowed
         if queued.cached:
             self._subtract_cached(costs, per_prompt, queued)
         for index, seconds in queued.penalties.items():
@@ -531,7 +491,9 @@ def available_rows(
     keeps_reserve = placement_state.batch_reserve > 0.0 and queued.keeps_batch_reserve
     if keeps_reserve:
         placement_state.spread_batch_reserve()
-    avoided: Collection[int] = queued.failed if queued.failed and _another_is_alive(queued) else ()
+    others = alive_rows(queued.groups, queued.excluded) if queued.failed else ()
+    avoids = any(row.index not in queued.failed for row in others)
+    avoided: Collection[int] = queued.failed if avoids else ()
     for group, tiers in enumerate(queued.groups):
         for candidates in tiers:
             rows = _rows_with_room(placement_state, candidates, queued)
@@ -622,11 +584,6 @@ def _with_tokens(found: AvailableRows, queued: QueuedRequest) -> AvailableRows |
     if len(rows) == len(found.rows):
         return found
     return AvailableRows(rows, found.candidate_set, found.group, False) if rows else None
-
-
-def _another_is_alive(queued: QueuedRequest) -> bool:
-    alive = alive_rows(queued.groups, queued.excluded)
-    return any(row.index not in queued.failed for row in alive)
 
 
 def _is_open_to(row: NodeSlots, queued: QueuedRequest) -> bool:

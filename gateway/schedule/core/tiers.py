@@ -93,19 +93,14 @@ class SpillBudget:
         """A request of a class that may spill over has arrived: `share` is counted of these."""
         self.arrivals.add(now, 1.0)
 
-    def can_spill(self, now: float) -> bool:
-        """Whether one more may spill over."""
-        share = self.settings.share
+    def reserve(self, now: float, most_cost: float) -> SpillReservation | None:
+        """Admit one more that costs `most_cost` at most; None: the budget is used up."""
+        share, money = self.settings.share, self.money_limit
         if share is not None:
             spilled = self.spilled.value(now) + self.outstanding + 1
             if spilled > share * self.arrivals.value(now) + 1e-9:
-                return False
-        money = self.money_limit
-        return money == math.inf or self.paid.value(now) + self.reserved < money
-
-    def reserve(self, now: float, most_cost: float) -> SpillReservation | None:
-        """Admit one more that costs `most_cost` at most; None: the budget is used up."""
-        if not self.can_spill(now):
+                return None
+        if money < math.inf and self.paid.value(now) + self.reserved >= money:
             return None
         if math.isnan(most_cost) or most_cost < 0:
             most_cost = math.inf
