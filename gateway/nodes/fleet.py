@@ -237,7 +237,6 @@ class Fleet:
         self._rng = rng
         self._orders = orders
         self.model_index.set_paused(self._orders.paused.names)
-        self._differences: tuple[ModelDifference, ...] = ()
         self.differences_in_words: Mapping[str, tuple[str, ...]] = {}
         """By public model: how its nodes differ, as of the last `compare_models`."""
         self._learnt: dict[str, tuple[LearntOfServer, float]] = {}
@@ -754,14 +753,12 @@ class Fleet:
 
     def compare_models(self) -> None:
         """Tell of differences that are new, or gone."""
-        before, self._differences = self._differences, self.differences()
-        if self._differences == before:
-            return
         words: dict[str, tuple[str, ...]] = {}
-        for one in self._differences:
+        for one in self.differences():
             words[one.model] = (*words.get(one.model, ()), one.in_words())
-        self.differences_in_words = words
-        self._bus.publish(ModelsDiffer(tuple(chain.from_iterable(words.values()))))
+        if words != self.differences_in_words:
+            self.differences_in_words = words
+            self._bus.publish(ModelsDiffer(tuple(chain.from_iterable(words.values()))))
 
     async def probe(self, name: str) -> ProbeResult:
         """Probe now; closes the node's circuit if it answers. Raises KeyError."""
