@@ -153,7 +153,7 @@ async def check_alive(node: Node) -> ProbeResult:
     reply = await fetch(node, "/health")
     if isinstance(reply, ProbeResult):
         return reply
-    answer, detail = _judge_health(reply)
+    answer, detail = _judge(node, "/health", reply.status, reply.body)
     if reply.status == HTTPStatus.BAD_REQUEST:
         detail += _scheme_hint(node)
     return ProbeResult(answer, detail, node.clock() - began)
@@ -171,7 +171,7 @@ async def discover(node: Node) -> ProbeResult:
         reply = await fetch(node, path)
         if isinstance(reply, ProbeResult):
             return reply
-        answer, detail = _judge_discovery(node, path, reply.status)
+        answer, detail = _judge(node, path, reply.status)
         if answer is not ProbeAnswer.UP:
             if reply.status == HTTPStatus.BAD_REQUEST:
                 detail += _scheme_hint(node)
@@ -296,38 +296,24 @@ def read_busy(
     return counts.busy_tokens
 
 
-def _judge_health(reply: ProbeResponse) -> tuple[ProbeAnswer, str]:
-    if reply.status == HTTPStatus.OK:
-        return ProbeAnswer.UP, ""
-    if reply.status == HTTPStatus.SERVICE_UNAVAILABLE and b"loading model" in reply.body.lower():
-        return ProbeAnswer.LOADING, "the server is loading its model"
-    if reply.status in KEY_REJECTED_STATUSES:
-        return ProbeAnswer.KEY_REJECTED, key_rejected_reason("/health", reply.status)
-    if reply.status in NOT_FOUND_STATUSES:
-        return ProbeAnswer.FAILED, (
-            f"/health answers {reply.status}: is this a llama.cpp server? "
-            "Another one needs kind: openai in the inventory"
-        )
-    return ProbeAnswer.FAILED, f"/health answers {reply.status}"
-
-
-def _judge_discovery(node: Node, path: str, status: int) -> tuple[ProbeAnswer, str]:
-    if status == HTTPStatus.OK:
-        return ProbeAnswer.UP, ""
+def _judge(node: Node, path: str, status: int, body: bytes = b"") -> tuple[ProbeAnswer, str]:
+    """What a status, and the body of an error, on this path say of the node."""
+    is_missing, is_locked = status in NOT_FOUND_STATUSES, status in KEY_REJECTED_STATUSES
+    told = f"{path} answers {status}"
     if node.spec.kind == "openai":
         # Some services hide their list of models, even from keys that may use them.
-        hidden = status in NOT_FOUND_STATUSES or (
-            status in KEY_REJECTED_STATUSES and node.spec.api_key is not None
-        )
-        if hidden and node.spec.models is not None:
-            return ProbeAnswer.UP, ""
-        if status in NOT_FOUND_STATUSES:
-            return ProbeAnswer.FAILED, f"{path} answers {status}: {NAME_MODEL_HINT}"
-    elif status in NOT_FOUND_STATUSES:
+        is_hidden = is_missing or (is_locked and node.spec.api_key is not None)
+        may_lack, hint = is_hidden and node.spec.models is not None, NAME_MODEL_HINT
+    else:
+        may_lack = is_missing and path != "/health"
+        hint = "is this a llama.cpp server? Another one needs kind: openai in the inventory"
+    if status == HTTPStatus.OK or may_lack:
         return ProbeAnswer.UP, ""
-    if status in KEY_REJECTED_STATUSES:
+    if status == HTTPStatus.SERVICE_UNAVAILABLE and b"loading model" in body.lower():
+        return ProbeAnswer.LOADING, "the server is loading its model"
+    if is_locked:
         return ProbeAnswer.KEY_REJECTED, key_rejected_reason(path, status)
-    return ProbeAnswer.FAILED, f"{path} answers {status}"
+    return ProbeAnswer.FAILED, f"{told}: {hint}" if is_missing else told
 
 
 def key_rejected_reason(path: str, status: int) -> str:
@@ -600,7 +586,7 @@ class HealthMonitor:
         node = self.node
         declared = frozenset((node.spec.models or {}).values())
         # Where the list is hidden, there are those of the inventory.
-        is_hidden = _judge_discovery(node, "", status)[0] is ProbeAnswer.UP
+        is_hidden = _judge(node, "", status)[0] is ProbeAnswer.UP
         if listed is not None or (declared and is_hidden):
             running = await self._read_running()
             self.models_listed(node, read_endpoint(listed, declared, running), asked_at)
