@@ -154,8 +154,6 @@ async def check_alive(node: Node) -> ProbeResult:
     if isinstance(reply, ProbeResult):
         return reply
     answer, detail = _judge(node, "/health", reply.status, reply.body)
-    if reply.status == HTTPStatus.BAD_REQUEST:
-        detail += _scheme_hint(node)
     return ProbeResult(answer, detail, node.clock() - began)
 
 
@@ -173,8 +171,6 @@ async def discover(node: Node) -> ProbeResult:
             return reply
         answer, detail = _judge(node, path, reply.status)
         if answer is not ProbeAnswer.UP:
-            if reply.status == HTTPStatus.BAD_REQUEST:
-                detail += _scheme_hint(node)
             return ProbeResult(answer, detail, node.clock() - began)
         if reply.status == HTTPStatus.OK:
             properties.clear_remembered()
@@ -313,6 +309,8 @@ def _judge(node: Node, path: str, status: int, body: bytes = b"") -> tuple[Probe
         return ProbeAnswer.LOADING, "the server is loading its model"
     if is_locked:
         return ProbeAnswer.KEY_REJECTED, key_rejected_reason(path, status)
+    if status == HTTPStatus.BAD_REQUEST:
+        return ProbeAnswer.FAILED, told + _scheme_hint(node)
     return ProbeAnswer.FAILED, f"{told}: {hint}" if is_missing else told
 
 
