@@ -153,11 +153,12 @@ class NodeEndpoints:
     async def probe(self, request: Request) -> Response:
         """Probe the node now; close its circuit if it answers."""
         node = self._find(request)
+        began = node.clock()
         outcome = await self.fleet.probe(node.name)
         probe = {
             "answer": outcome.answer.value,
             "detail": outcome.detail,
-            "seconds": round(outcome.seconds, 4),
+            "seconds": round(node.clock() - began, 4),
         }
         return JsonResponse({**msgspec.structs.asdict(self._object(node)), "probe": probe})
 

@@ -292,8 +292,9 @@ async def _check_node(spec: NodeSpec, settings: Settings) -> NodeCheck:
     try:
         circuit = Circuit(settings.health, random.Random())
         node = Node(spec, pool, settings, time.monotonic, circuit)
+        began = node.clock()
         outcome = await check_alive(node)
-        seconds = outcome.seconds
+        seconds = node.clock() - began
         if outcome.up and spec.kind == "llama.cpp":
             outcome = await discover(node)
         properties = node.properties

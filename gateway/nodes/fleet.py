@@ -126,23 +126,19 @@ class Reclaimer:
         now = node.clock()
         for lease in abandoned_leases(node):
             held = now - lease.abandoned_at
-            if not lease.slots:
-                if held >= SLOTLESS_HOLD:
-                    lease.release()
-            elif lease.slots <= confirmed:
+            if 0 < lease.slots <= confirmed:
                 confirmed -= lease.slots
                 free -= lease.slots
                 lease.release()
-            elif not node.reports_slots and held >= hold_without_slots(lease):
-                lease.release()
             elif held >= most_hold(lease):
-                log.warning(
-                    "Node %s has not shown the slot of an abandoned request idle for %.0f s: "
-                    "counted as free now",
-                    node.name,
-                    held,
-                )
                 lease.release()
+                if lease.slots and node.reports_slots:
+                    log.warning(
+                        "Node %s has not shown the slot of an abandoned request idle for %.0f s: "
+                        "counted as free now",
+                        node.name,
+                        held,
+                    )
         return free
 
 
@@ -170,24 +166,20 @@ def released_slots(busy: int, leases: Iterable[Lease], asked_at: float) -> int:
 
 
 def most_hold(lease: Lease) -> float:
-    """Seconds after which an abandoned lease is released whatever the node shows."""
-    return max(prefill_grace(lease), lease.node.silence_timeout)
-
-
-def hold_without_slots(lease: Lease) -> float:
-    """Seconds to hold an abandoned lease of a node that does not report its slots."""
-    abandoned = lease.abandoned_at
-    longest = most_hold(lease)
-    if not lease.stream:
-        if lease.expected_total is None:
-            return longest
-        return min(longest, max(BLIND_HOLD, lease.taken_at + lease.expected_total - abandoned))
-    if lease.abandoned_phase is LeasePhase.DECODE:
-        return BLIND_HOLD
-    if lease.expected_prefill is None:
+    """Seconds after which an abandoned lease is released, unless the node shows its slot idle."""
+    if not lease.slots:
+        return SLOTLESS_HOLD
+    longest = max(prefill_grace(lease), lease.node.silence_timeout)
+    if lease.node.reports_slots:
         return longest
-    expected_end = lease.prefill_began_at + lease.expected_prefill
-    return min(longest, max(BLIND_HOLD, expected_end - abandoned))
+    if lease.stream and lease.abandoned_phase is LeasePhase.DECODE:
+        return BLIND_HOLD
+    began, expected = lease.taken_at, lease.expected_total
+    if lease.stream:
+        began, expected = lease.prefill_began_at, lease.expected_prefill
+    if expected is None:
+        return longest
+    return min(longest, max(BLIND_HOLD, began + expected - lease.abandoned_at))
 
 
 # Most nodes probed at the same time: if none of a thousand nodes answers, a round takes 8 s.
@@ -237,7 +229,6 @@ class Fleet:
         self._rng = rng
         self._orders = orders
         self.model_index.set_paused(self._orders.paused.names)
-        self._differences: tuple[ModelDifference, ...] = ()
         self.differences_in_words: Mapping[str, tuple[str, ...]] = {}
         """By public model: how its nodes differ, as of the last `compare_models`."""
         self._learnt: dict[str, tuple[LearntOfServer, float]] = {}
@@ -754,14 +745,12 @@ class Fleet:
 
     def compare_models(self) -> None:
         """Tell of differences that are new, or gone."""
-        before, self._differences = self._differences, self.differences()
-        if self._differences == before:
-            return
         words: dict[str, tuple[str, ...]] = {}
-        for one in self._differences:
+        for one in self.differences():
             words[one.model] = (*words.get(one.model, ()), one.in_words())
-        self.differences_in_words = words
-        self._bus.publish(ModelsDiffer(tuple(chain.from_iterable(words.values()))))
+        if words != self.differences_in_words:
+            self.differences_in_words = words
+            self._bus.publish(ModelsDiffer(tuple(chain.from_iterable(words.values()))))
 
     async def probe(self, name: str) -> ProbeResult:
         """Probe now; closes the node's circuit if it answers. Raises KeyError."""

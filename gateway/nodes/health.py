@@ -99,13 +99,7 @@ async def fetch(
 
     `limit` in seconds; 0: as probes are.
     """
-    began = node.clock()
-    limit = limit or node.settings.health.timeout
-
-    def ended(answer: ProbeAnswer, detail: str) -> ProbeResult:
-        return ProbeResult(answer, detail, node.clock() - began)
-
-    pool = node.upstream
+    limit, pool = limit or node.settings.health.timeout, node.upstream
     target = node.info.target(path, "" if body else node.spec.instance or "")
     if body is None:
         head = pool.address.request_head(b"GET", target, _HEADER_LINES)
@@ -119,49 +113,42 @@ async def fetch(
             encodings = {value.lower() for name, value in connection.headers if name == _ENCODING}
             # A compressed body of some bytes may have millions; none was asked for.
             if not encodings <= {b"", b"identity"}:
-                return ended(ProbeAnswer.FAILED, f"{path} is compressed, though asked not to be")
+                detail = f"{path} is compressed, though asked not to be"
+                return ProbeResult(ProbeAnswer.FAILED, detail)
             found = bytearray()
             while part := await connection.read():
                 found += part
                 if len(found) > largest:
-                    return ended(ProbeAnswer.FAILED, f"{path} answers without end")
+                    return ProbeResult(ProbeAnswer.FAILED, f"{path} answers without end")
             return ProbeResponse(connection.status, bytes(found))
     except (TimeoutError, ConnectTimedOut):
-        detail = f"no answer to {path} within {limit:g} s"
+        answer, detail = ProbeAnswer.TIMED_OUT, f"no answer to {path} within {limit:g} s"
         # A TLS server does not leave plain HTTP waiting, as a plain one does with a handshake.
-        hint = "" if pool.address.tls is None else _scheme_hint(node)
-        return ended(ProbeAnswer.TIMED_OUT, detail + hint)
-    except LocalResourcesExhausted as error:
-        return ended(ProbeAnswer.TIMED_OUT, f"{path} could not be requested ({error_line(error)})")
+        detail += "" if pool.address.tls is None else _scheme_hint(node)
     except ConnectFailed as error:
-        return ended(
-            ProbeAnswer.CONNECTION_REFUSED,
-            f"no connection to {node.spec.url} ({_why_not(error)})",
-        )
-    except UpstreamError as error:
-        detail = f"{path} broke off ({error_line(error)})"
-        return ended(ProbeAnswer.FAILED, detail + _scheme_hint(node))
+        answer = ProbeAnswer.CONNECTION_REFUSED
+        detail = f"no connection to {node.spec.url} ({_why_not(error)})"
     except Exception as error:  # noqa: BLE001 - no error of one node may stop the watch of others
-        return ended(ProbeAnswer.FAILED, f"{path} could not be requested ({error_line(error)})")
+        is_ours = isinstance(error, LocalResourcesExhausted)
+        answer = ProbeAnswer.TIMED_OUT if is_ours else ProbeAnswer.FAILED
+        detail = f"{path} could not be requested ({error_line(error)})"
+        if isinstance(error, UpstreamError) and not is_ours:
+            detail = f"{path} broke off ({error_line(error)}){_scheme_hint(node)}"
+    return ProbeResult(answer, detail)
 
 
 async def check_alive(node: Node) -> ProbeResult:
     """Whether the node can take work, by its cheapest endpoint."""
-    began = node.clock()
     if node.spec.kind == "openai":
         return await discover(node)
     reply = await fetch(node, "/health")
     if isinstance(reply, ProbeResult):
         return reply
-    answer, detail = _judge_health(reply)
-    if reply.status == HTTPStatus.BAD_REQUEST:
-        detail += _scheme_hint(node)
-    return ProbeResult(answer, detail, node.clock() - began)
+    return _judge(node, "/health", reply.status, reply.body)
 
 
 async def discover(node: Node) -> ProbeResult:
     """Read the server's properties into `node.properties`; UP even if some could not be read."""
-    began = node.clock()
     properties = node.properties
     paths = ["/v1/models"] if node.spec.kind == "openai" else ["/v1/models", "/props"]
     if node.router is not None:
@@ -171,11 +158,9 @@ async def discover(node: Node) -> ProbeResult:
         reply = await fetch(node, path)
         if isinstance(reply, ProbeResult):
             return reply
-        answer, detail = _judge_discovery(node, path, reply.status)
-        if answer is not ProbeAnswer.UP:
-            if reply.status == HTTPStatus.BAD_REQUEST:
-                detail += _scheme_hint(node)
-            return ProbeResult(answer, detail, node.clock() - began)
+        judged = _judge(node, path, reply.status)
+        if not judged.up:
+            return judged
         if reply.status == HTTPStatus.OK:
             properties.clear_remembered()
             if path == "/props":
@@ -190,7 +175,7 @@ async def discover(node: Node) -> ProbeResult:
     ):
         # A server from before 2024, which would always be ready and never get work.
         detail = f"its /v1/models and /props name no model: {NAME_MODEL_HINT}"
-        return ProbeResult(ProbeAnswer.NO_MODEL, detail, node.clock() - began)
+        return ProbeResult(ProbeAnswer.NO_MODEL, detail)
     long_ago = node.clock() >= node.endpoint_refused_at + RETRY_REFUSED_AFTER
     is_new = properties.version_key() != before or node.probe_history.discovered_at is None
     if long_ago or is_new:
@@ -203,7 +188,7 @@ async def discover(node: Node) -> ProbeResult:
         purpose, hints = await _ask_purpose(node)
         properties.purpose_found(purpose)
         node.refusal_hints.update(hints)
-    return ProbeResult(ProbeAnswer.UP, "", node.clock() - began)
+    return ProbeResult(ProbeAnswer.UP, "")
 
 
 async def _ask_purpose(node: Node) -> tuple[Purpose | None, dict[str, str]]:
@@ -296,38 +281,28 @@ def read_busy(
     return counts.busy_tokens
 
 
-def _judge_health(reply: ProbeResponse) -> tuple[ProbeAnswer, str]:
-    if reply.status == HTTPStatus.OK:
-        return ProbeAnswer.UP, ""
-    if reply.status == HTTPStatus.SERVICE_UNAVAILABLE and b"loading model" in reply.body.lower():
-        return ProbeAnswer.LOADING, "the server is loading its model"
-    if reply.status in KEY_REJECTED_STATUSES:
-        return ProbeAnswer.KEY_REJECTED, key_rejected_reason("/health", reply.status)
-    if reply.status in NOT_FOUND_STATUSES:
-        return ProbeAnswer.FAILED, (
-            f"/health answers {reply.status}: is this a llama.cpp server? "
-            "Another one needs kind: openai in the inventory"
-        )
-    return ProbeAnswer.FAILED, f"/health answers {reply.status}"
-
-
-def _judge_discovery(node: Node, path: str, status: int) -> tuple[ProbeAnswer, str]:
-    if status == HTTPStatus.OK:
-        return ProbeAnswer.UP, ""
+def _judge(node: Node, path: str, status: int, body: bytes = b"") -> ProbeResult:
+    """What a status, and the body of an error, on this path say of the node."""
+    is_missing, is_locked = status in NOT_FOUND_STATUSES, status in KEY_REJECTED_STATUSES
+    told = f"{path} answers {status}"
     if node.spec.kind == "openai":
         # Some services hide their list of models, even from keys that may use them.
-        hidden = status in NOT_FOUND_STATUSES or (
-            status in KEY_REJECTED_STATUSES and node.spec.api_key is not None
-        )
-        if hidden and node.spec.models is not None:
-            return ProbeAnswer.UP, ""
-        if status in NOT_FOUND_STATUSES:
-            return ProbeAnswer.FAILED, f"{path} answers {status}: {NAME_MODEL_HINT}"
-    elif status in NOT_FOUND_STATUSES:
-        return ProbeAnswer.UP, ""
-    if status in KEY_REJECTED_STATUSES:
-        return ProbeAnswer.KEY_REJECTED, key_rejected_reason(path, status)
-    return ProbeAnswer.FAILED, f"{path} answers {status}"
+        is_hidden = is_missing or (is_locked and node.spec.api_key is not None)
+        may_lack, hint = is_hidden and node.spec.models is not None, NAME_MODEL_HINT
+    else:
+        may_lack = is_missing and path != "/health"
+        hint = "is this a llama.cpp server? Another one needs kind: openai in the inventory"
+    if status == HTTPStatus.OK or may_lack:
+        return ProbeResult(ProbeAnswer.UP, "")
+    if status == HTTPStatus.SERVICE_UNAVAILABLE and b"loading model" in body.lower():
+        return ProbeResult(ProbeAnswer.LOADING, "the server is loading its model")
+    if is_locked:
+        return ProbeResult(ProbeAnswer.KEY_REJECTED, key_rejected_reason(path, status))
+    if is_missing:
+        told += f": {hint}"
+    elif status == HTTPStatus.BAD_REQUEST:
+        told += _scheme_hint(node)
+    return ProbeResult(ProbeAnswer.FAILED, told)
 
 
 def key_rejected_reason(path: str, status: int) -> str:
@@ -600,7 +575,7 @@ class HealthMonitor:
         node = self.node
         declared = frozenset((node.spec.models or {}).values())
         # Where the list is hidden, there are those of the inventory.
-        is_hidden = _judge_discovery(node, "", status)[0] is ProbeAnswer.UP
+        is_hidden = _judge(node, "", status).up
         if listed is not None or (declared and is_hidden):
             running = await self._read_running()
             self.models_listed(node, read_endpoint(listed, declared, running), asked_at)

@@ -251,11 +251,10 @@ class ProbeAnswer(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """A probe's end, with a detail for the operator; it took `seconds`."""
+    """A probe's end, with a detail for the operator."""
 
     answer: ProbeAnswer
     detail: str
-    seconds: float = 0.0
 
     @property
     def up(self) -> bool:

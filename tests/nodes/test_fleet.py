@@ -22,7 +22,6 @@ from gateway.events import EventBus, NodeChanged
 from gateway.nodes.fleet import (
     BLIND_HOLD,
     Fleet,
-    hold_without_slots,
     most_hold,
     released_slots,
 )
@@ -449,9 +448,14 @@ def test_never_more_slots_than_were_abandoned_are_released(
     assert 0 <= released_slots(busy, node.leases, clock()) <= abandoned
 
 
-def abandoned(*, moved: bool = False, after: float = 0.0, **keys: Any) -> Lease:
+def abandoned(
+    *, moved: bool = False, after: float = 0.0, has_slots: bool = False, **keys: Any
+) -> Lease:
     clock = Clock()
-    lease = take(a_node(clock), **keys)
+    node = a_node(clock)
+    if not has_slots:
+        node.properties.path_refused("/slots")
+    lease = take(node, **keys)
     clock.passes(after)
     if moved:
         lease.content_received(clock())
@@ -460,16 +464,16 @@ def abandoned(*, moved: bool = False, after: float = 0.0, **keys: Any) -> Lease:
 
 
 def test_without_slots_to_read_the_hold_follows_from_the_request() -> None:
-    assert hold_without_slots(abandoned(moved=True)) == BLIND_HOLD
-    assert hold_without_slots(abandoned(expected_prefill=30.0, after=10.0)) == pytest.approx(20.0)
-    assert hold_without_slots(abandoned(expected_prefill=30.0, after=50.0)) == BLIND_HOLD
-    assert hold_without_slots(abandoned()) == 60.0
-    plain = abandoned(stream=False, moved=True, expected_total=45.0, after=5.0)
-    assert hold_without_slots(plain) == pytest.approx(40.0)
-    assert hold_without_slots(abandoned(stream=False, expected_total=900.0)) == 60.0
-    assert hold_without_slots(abandoned(stream=False)) == 60.0
+    assert most_hold(abandoned(moved=True)) == BLIND_HOLD
+    assert most_hold(abandoned(expected_prefill=30.0, after=10.0)) == pytest.approx(20.0)
+    assert most_hold(abandoned(expected_prefill=30.0, after=50.0)) == BLIND_HOLD
     assert most_hold(abandoned()) == 60.0
-    assert most_hold(abandoned(expected_prefill=100.0)) == 400.0
+    plain = abandoned(stream=False, moved=True, expected_total=45.0, after=5.0)
+    assert most_hold(plain) == pytest.approx(40.0)
+    assert most_hold(abandoned(stream=False, expected_total=900.0)) == 60.0
+    assert most_hold(abandoned(stream=False)) == 60.0
+    assert most_hold(abandoned(has_slots=True)) == 60.0
+    assert most_hold(abandoned(has_slots=True, expected_prefill=100.0)) == 400.0
 
 
 @asynccontextmanager

@@ -500,7 +500,6 @@ async def test_a_server_that_answers_too_late_times_out(fault: dict[str, Any]) -
         server.faults.clear()
     assert outcome.answer is ProbeAnswer.TIMED_OUT
     assert outcome.detail == "no answer to /health within 0.2 s"
-    assert outcome.seconds == pytest.approx(0.2)
 
 
 @each_case(
