@@ -21,7 +21,7 @@ from gateway.callers.windows import time_text
 from gateway.events import EdgeLost
 from gateway.nodes.speed import duration_words
 from gateway.schedule.model_placer import UnkeptWish
-from gateway.watch.history import Traffic
+from gateway.watch.history import RecentTraffic
 from gateway.watch.metrics import ClusterSample
 
 MOST_PROBLEMS = 50  # most problems that are told
@@ -861,7 +861,7 @@ class FleetCondition:
     differing_models: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """By public name: how the nodes that serve it differ, in words."""
     queue: QueueCondition = QueueCondition()
-    traffic: Traffic = field(default_factory=Traffic)
+    traffic: RecentTraffic = field(default_factory=RecentTraffic)
     settings_keys: Collection[str] = ()  # of the callers above, those whose keys the settings have
     caller_names: Mapping[str, str | None] = field(default_factory=dict)
     """The names of their keys."""
