@@ -187,10 +187,10 @@ def _subcommand(names: list[str]) -> list[str]:
     return names[:2] if names[0] in {"keys", "groups"} else names[:1]
 
 
-FAILED_REQUESTS = {
+FAILED_REQUESTS = Counter({
     ("node_failed", "a-0"): 3, ("node_timeout", "a-1"): 1, ("internal_error", ""): 4,
     ("node_failed", "a-1"): 2,
-}  # fmt: skip
+})  # fmt: skip
 MODEL_EJECTED = NodeCondition("r1/m", "epyc-a", "ejected", REFUSED, model="m")
 FULL = StorageCondition("the disk is full; free space on it", is_full=True, results=7)
 TOLD: list[tuple[FleetCondition, Severity, list[str]]] = [
@@ -219,7 +219,7 @@ TOLD: list[tuple[FleetCondition, Severity, list[str]]] = [
         "no room", "The disk is full; free space on it. 7 results wait", "batches.folder_bytes",
         "df -h",
     ]),
-    (replace(WELL, traffic=RecentTraffic(20, 10, failures=Counter(FAILED_REQUESTS))), Severity.CRITICAL, [
+    (replace(WELL, traffic=RecentTraffic(20, 10, failures=FAILED_REQUESTS)), Severity.CRITICAL, [
         "the most frequent reason is node_failed (5 times)", "a-0 was the last node of 3",
         "llama-gateway nodes probe a-0",
     ]),
