@@ -15,6 +15,7 @@ import subprocess
 import time
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ from gateway.http.certificates import CertificateError
 from gateway.http.exchange import ConnectionOrigin
 from gateway.http.heads import HandlerConfig
 from gateway.http.listener import Listener
-from gateway.http.protocol import protocol_class
+from gateway.http.protocol import LINGER_SECONDS, protocol_class
 from gateway.lease import KeyedHash
 from gateway.nodes.calibration import Calibrator
 from gateway.nodes.fleet import Fleet
@@ -102,7 +103,7 @@ from gateway.watch.event_log import EventLog
 from gateway.watch.logs import Logs, set_up_logging
 from gateway.watch.metrics import Metrics
 from gateway.watch.request_tracing import RequestTracing
-from gateway.web.handler import RequestHandler
+from gateway.web.handler import PROGRESS_SECONDS, RequestHandler
 from gateway.web.site import public_app, with_cors
 
 NO_EDGE = (
@@ -112,12 +113,21 @@ NO_EDGE = (
 log = structlog.get_logger()
 
 
-FIRST_PROBES_SECONDS = 10.0  # most seconds until it reports that it is ready, probed or not
-STORE_SECONDS = 5.0  # most seconds to wait for the store before it serves without it, or ends
-# Most seconds for what is read before this process takes over from another one.
-CATCH_UP_SECONDS = 1.0
-# Most seconds for clients to read their error, once the grace is over.
-FINAL_RESPONSE_SECONDS = 5.0
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Durations that are no settings, in seconds; most of each, unless it says otherwise."""
+
+    first_probes: float = 10.0  # until the gateway reports that it is ready, probed or not
+    store: float = 5.0  # to wait for the store before the gateway serves without it, or ends
+    takeover: float = 1.0  # for what is read before this process takes over from another one
+    final_response: float = 5.0  # for clients to read their error, once the grace is over
+    successor_ready: float = handover.READY_TIMEOUT
+    linger: float = LINGER_SECONDS
+    progress: float = PROGRESS_SECONDS  # between two reports
+    edges: float = MOST_START_SECONDS
+
+
+DEFAULT_TIMINGS = Timings()
 
 
 class Gateway:
@@ -142,9 +152,10 @@ class Gateway:
         inherited: handover.InheritedState | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
+        timings: Timings = DEFAULT_TIMINGS,
         resolver: Resolver | None = None,
     ) -> None:
-        self.options, self.settings = options, settings
+        self.options, self.settings, self.timings = options, settings, timings
         self._inherited = inherited or handover.InheritedState()
         self.clock, self.started_at = clock, clock()
         self.stopping, self._stop_requested = asyncio.Event(), asyncio.Event()
@@ -235,6 +246,7 @@ class Gateway:
             clock=self.clock,
             time_slicer=self.proxy_context.time_slicer,
             meter=self.metering.meter,
+            progress_seconds=timings.progress,
             storing=self.background.storing(self.scheduler),
             tracing=self.tracing,
         )
@@ -311,13 +323,13 @@ class Gateway:
                 # The predecessor serves until this process knows its nodes.
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(
-                        self.fleet.first_probes_done.wait(), FIRST_PROBES_SECONDS
+                        self.fleet.first_probes_done.wait(), self.timings.first_probes
                     )
-            await self.metering.load(STORE_SECONDS)
-            await self.learnt.load(STORE_SECONDS)
+            await self.metering.load(self.timings.store)
+            await self.learnt.load(self.timings.store)
             self.metering.begin(self._tasks)
             self.background.begin_writing(self._tasks)
-            seconds = MOST_START_SECONDS if self.cluster is None else 0.0
+            seconds = self.timings.edges if self.cluster is None else 0.0
             if self.edges is not None and not await self.edges.start(seconds) and seconds:
                 raise StartError(NO_EDGE)
             before_clients()
@@ -353,7 +365,7 @@ class Gateway:
 
     async def catch_up(self) -> None:
         """Read what the others have learnt and counted, within about a second."""
-        seconds = CATCH_UP_SECONDS
+        seconds = self.timings.takeover
         await asyncio.gather(
             self.metering.bring_up_to_date(seconds), self.learnt.load(seconds, anew=True)
         )
@@ -445,6 +457,7 @@ class Gateway:
                         customised=not self.config_files.has_defaults,
                         had_admin_keys=self.admin_keys.needed,
                     ),
+                    timeout=self.timings.successor_ready,
                 )
             except handover.HandoverFailed as error:
                 log.error("no successor", why=str(error))  # noqa: TRY400 - no traceback needed
@@ -476,7 +489,7 @@ class Gateway:
         if self._successor is not None:
             log.info("succeeded", pid=self._successor.pid, in_flight=len(self.registry))
             closing = asyncio.create_task(self._end_clients(self.public_listener, drain=True))
-            await self.learnt.close(STORE_SECONDS)
+            await self.learnt.close(self.timings.store)
             # Nobody waits for this process to end, so requests keep their usual time limits.
             await wait_for_first(asyncio.wait([closing]), self._stop_requested.wait())
             self.background.end()
@@ -503,7 +516,9 @@ class Gateway:
                 left = self.registry.cancel_where(lambda _: True, errors.shutting_down())
                 self.scheduler.refuse_all(errors.shutting_down)
                 log.warning("the grace is over", ended=left)
-                await self._unless_stopped(asyncio.wait([closing], timeout=FINAL_RESPONSE_SECONDS))
+                await self._unless_stopped(
+                    asyncio.wait([closing], timeout=self.timings.final_response)
+                )
         finally:
             closing.cancel()
             await asyncio.gather(closing, return_exceptions=True)
@@ -536,8 +551,8 @@ class Gateway:
         await self._duties.end()
         await self._tasks.end()
         await handover.close_listeners(self.public_listener, self.admin_listener)
-        await self.learnt.close(STORE_SECONDS)
-        await self.background.aclose(STORE_SECONDS)
+        await self.learnt.close(self.timings.store)
+        await self.background.aclose(self.timings.store)
         self.drain_deadlines.close()
         self.timeout_monitor.close()
         self.scheduler.close()
@@ -547,10 +562,10 @@ class Gateway:
         self.bus.flush()
         await self.tracing.aclose()
         if self.ledger is not None:
-            await self.ledger.close(STORE_SECONDS)
+            await self.ledger.close(self.timings.store)
         with contextlib.suppress(StoreError, TimeoutError):
-            await asyncio.wait_for(self.audit.flush(), STORE_SECONDS)
-        if self.store is not None and not await self.store.aclose(STORE_SECONDS):
+            await asyncio.wait_for(self.audit.flush(), self.timings.store)
+        if self.store is not None and not await self.store.aclose(self.timings.store):
             log.warning("the store does not answer and was left as it is")
         log.info("ended")
 
@@ -577,6 +592,7 @@ class Gateway:
                 self.handler.serve,
                 listen.trusted_proxies,
                 routes=self._routes,
+                linger_seconds=self.timings.linger,
                 turn=self._turn_limit,
             ),
             keep_alive=listen.keep_alive,
@@ -603,6 +619,7 @@ class Gateway:
         )
         protocol = protocol_class(
             _with_connections(limits, most_admin),
+            linger_seconds=self.timings.linger,
             turn=self._turn_limit,
         )
         return public, Listener(
@@ -956,7 +973,7 @@ async def serve(
 ) -> int:
     """Serve until a signal ends the process; returns its exit status. Raises: StartError.
 
-    `on_ready` is called once every node has been probed, or after `FIRST_PROBES_SECONDS`.
+    `on_ready` is called once every node has been probed, or after `Timings.first_probes`.
     """
     for problem in inventory.warnings:
         structlog.get_logger().warning("inventory", warning=str(problem))
@@ -975,7 +992,7 @@ async def serve(
         async with gateway.running(inventory, freeze_objects):
             collector = asyncio.create_task(collect_garbage(lambda: not gateway.registry))
             if on_ready is not None:
-                probed, limit = gateway.fleet.first_probes_done, FIRST_PROBES_SECONDS
+                probed, limit = gateway.fleet.first_probes_done, gateway.timings.first_probes
                 await wait_for_first(probed.wait(), gateway.stopping.wait(), timeout=limit)
                 if not gateway.stopping.is_set():
                     on_ready(gateway)
