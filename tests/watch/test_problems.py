@@ -55,7 +55,7 @@ QUOTA = UsedQuota(
     LimitStanding("key", "budget", "month", 20.0, 16.6, 0.0, 1_796_083_200.0),
     spent=False,
 )
-NAMED = replace(WELL, caller_names={"team-a": "Team A"})
+NAMED = replace(WELL, name_of={"team-a": "Team A"}.get)
 OF_GROUP = LimitStanding("group", "tokens_per_day", "day", 10.0, 9.9, 0.0, 1_796_083_200.0)
 
 LIMITED = RecentTraffic(
