@@ -235,6 +235,7 @@ class RequestTracing:
     _: KW_ONLY
     clock: Callable[[], float]
     rng: random.Random
+    settle_seconds: float = SETTLE_SECONDS
 
     def __post_init__(self, settings: TracesSettings) -> None:
         self._settling: list[_Settling] = []
@@ -283,7 +284,7 @@ class RequestTracing:
             return
         self._settling.append(_Settling(trace, record, self.clock(), followed))
         if len(self._settling) == 1:
-            asyncio.get_running_loop().call_later(SETTLE_SECONDS, self._hand_over)
+            asyncio.get_running_loop().call_later(self.settle_seconds, self._hand_over)
 
     def forget(self, request_id: str) -> None:
         """A request has ended of which nothing is told."""
