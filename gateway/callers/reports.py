@@ -337,12 +337,12 @@ class LedgerReport:
     hours: list[money.NodeHours] = field(default_factory=list, init=False)
     notes: list[str] = field(default_factory=list, init=False)
     key_names: dict[str, str] = field(default_factory=dict, init=False)
-    _groups: dict[Group, Sums] = field(default_factory=dict, init=False)
-    _latencies: dict[Group, Latencies] = field(default_factory=dict, init=False)
-    _at: float | None = field(default=None, init=False)
+    _groups: dict[Group, Sums] = field(default_factory=dict, init=False, compare=False)
+    _latencies: dict[Group, Latencies] = field(default_factory=dict, init=False, compare=False)
+    _at: float | None = field(default=None, init=False, compare=False)
     """Rows that ended before it are counted; None: the report has not begun."""
-    _revision: int = field(default=0, init=False)
-    _restarts: int = field(default=0, init=False)
+    _revision: int = field(default=0, init=False, compare=False)
+    _restarts: int = field(default=0, init=False, compare=False)
 
     def step(self, connection: Connection) -> bool:
         """Read some more; whether all is read. Raises: InvalidQuery, if there are too many groups.
