@@ -44,7 +44,6 @@ from gateway.watch.history import (
 )
 from gateway.watch.problems import (
     LOST_EDGE_SECONDS,
-    MOST_NAMED,
     USABLE_STATES,
     FleetCondition,
     NodeCondition,
@@ -249,9 +248,7 @@ class LiveView:
         }
 
     def _condition(self, counts: _FleetCounts, queue: QueueCondition) -> FleetCondition:
-        gateway, recent = self.gateway, self.history.recent()
-        limited_caller, edges = recent.most_limited[0], gateway.edges
-        storage, quotas = gateway.storage(), gateway.quotas.used
+        gateway, edges = self.gateway, self.gateway.edges
         return FleetCondition(
             nodes=counts.conditions,
             in_service=counts.in_service,
@@ -263,18 +260,10 @@ class LiveView:
             paused_models=self.gateway.fleet.model_index.paused_by_name,
             differing_models=self.gateway.fleet.differences_in_words,
             queue=queue,
-            traffic=recent,
-            settings_keys={key.id for key in gateway.settings.keys}
-            & {queue.top_caller, limited_caller},
-            caller_names={
-                caller: self._name_of(caller)
-                for caller in (
-                    *(queue.top_caller, limited_caller, *storage.full_callers[:1]),
-                    *(one.id for one in quotas[:MOST_NAMED]),
-                )
-                if caller
-            },
-            quotas=quotas,
+            traffic=self.history.recent(),
+            settings_keys={key.id for key in gateway.settings.keys},
+            name_of=gateway.key_sync.key_ring.name_of,
+            quotas=gateway.quotas.used,
             undefined_groups=gateway.undefined_groups(),
             spill=self._spill(),
             inventory_error=gateway.config_files.inventory_error,
@@ -285,7 +274,7 @@ class LiveView:
             store=store_json(gateway.store),
             ledger=ledger_json(gateway.ledger),
             audit_lost=gateway.audit.lost,
-            storage=storage,
+            storage=gateway.storage(),
             lost_edges=[] if edges is None else edges.brain.lost_edges(LOST_EDGE_SECONDS),
             cluster=None if gateway.cluster is None else gateway.cluster.sample(),
         )

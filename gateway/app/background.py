@@ -251,8 +251,8 @@ class BackgroundWork:
         page.number("batch_lines_claimed", self.feeder.claimed)
         page.number("batch_lines_deferred_total", counts.deferred)
         page.number("batch_lines_retried_total", counts.retried)
-        oldest = time.time() if counts.oldest is None else counts.oldest
-        page.number("batch_oldest_seconds", max(0.0, time.time() - oldest))
+        oldest = 0.0 if counts.oldest is None else max(0.0, time.time() - counts.oldest)
+        page.number("batch_oldest_seconds", oldest)
         page.number("batch_results_blocked", int(results.problem is not None))
         page.number("folder_refusals_total", folder.refusals)
         page.number("folder_full", int(folder.full is not None))

@@ -258,44 +258,33 @@ def _or_infinite(limit: int | None) -> float:
     return math.inf if limit is None else limit
 
 
+@dataclass(slots=True, eq=False)
 class Accounts:
     """Who sent a request, and the accounts on which it counts; kept with a parsed head."""
 
-    __slots__ = (
-        "caller", "completion_tokens", "has_rates", "most_cost", "most_tokens", "prompt_tokens",
-        "tracked", "user", "version",
-    )  # fmt: skip
+    caller: Caller  # with the highest class and the models that all limits allow
+    user: str | None = None  # the end user that a trusted caller names
+    tracked: tuple[Account, ...] = ()
+    version: int = 0
+    prompt_tokens: int | None = None  # of the largest prompt
+    completion_tokens: int | None = None  # most of one answer
+    most_tokens: float = math.inf  # that a request can have at all
+    most_cost: float = math.inf
+    has_rates: bool = False  # whether responses have `x-ratelimit-*` headers
 
-    def __init__(
-        self,
-        caller: Caller,
-        user: str | None = None,
-        tracked: tuple[Account, ...] = (),
-        version: int = 0,
-    ) -> None:
-        self.caller = _restricted(caller, tracked)
-        """With the highest class and the models that all limits allow."""
-        self.user = user  # the end user that a trusted caller names
-        self.replace_accounts(tracked, version)
+    def __post_init__(self) -> None:
+        self.caller = _restricted(self.caller, self.tracked)
+        self.replace_accounts(self.tracked, self.version)
 
     def replace_accounts(self, tracked: tuple[Account, ...], version: int) -> None:
         """The accounts of the same caller and user, as the book of this version has them."""
-        self.tracked: tuple[Account, ...] = tracked
-        self.version = version
-        self.prompt_tokens = _least(one.spec.prompt_tokens for one in tracked)  # the largest prompt
+        self.tracked, self.version = tracked, version
+        self.prompt_tokens = _least(one.spec.prompt_tokens for one in tracked)
         self.completion_tokens = _least(one.spec.completion_tokens for one in tracked)
-        """Most tokens of one answer."""
-        self.most_tokens: float = min(
-            (min(one.tpm, one.tokens_per_day) for one in tracked), default=math.inf
-        )
-        """Tokens that a request can have at all."""
-        self.most_cost = min(
-            (one.budget.amount for one in tracked if one.budget is not None), default=math.inf
-        )
-        self.has_rates = any(
-            min(one.rpm, one.tpm, one.tokens_per_day) < math.inf for one in tracked
-        )
-        """Whether responses have `x-ratelimit-*` headers."""
+        tokens = (min(one.tpm, one.tokens_per_day) for one in tracked)
+        self.most_tokens = min(tokens, default=math.inf)
+        self.most_cost = min((one.most_cost for one in tracked), default=math.inf)
+        self.has_rates = self.most_tokens < math.inf or any(one.rpm < math.inf for one in tracked)
 
 
 def _least(limits: Iterable[int | None]) -> int | None:

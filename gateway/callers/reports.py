@@ -337,12 +337,12 @@ class LedgerReport:
     hours: list[money.NodeHours] = field(default_factory=list, init=False)
     notes: list[str] = field(default_factory=list, init=False)
     key_names: dict[str, str] = field(default_factory=dict, init=False)
-    _groups: dict[Group, Sums] = field(default_factory=dict, init=False)
-    _latencies: dict[Group, Latencies] = field(default_factory=dict, init=False)
-    _at: float | None = field(default=None, init=False)
+    _groups: dict[Group, Sums] = field(default_factory=dict, init=False, compare=False)
+    _latencies: dict[Group, Latencies] = field(default_factory=dict, init=False, compare=False)
+    _at: float | None = field(default=None, init=False, compare=False)
     """Rows that ended before it are counted; None: the report has not begun."""
-    _revision: int = field(default=0, init=False)
-    _restarts: int = field(default=0, init=False)
+    _revision: int = field(default=0, init=False, compare=False)
+    _restarts: int = field(default=0, init=False, compare=False)
 
     def step(self, connection: Connection) -> bool:
         """Read some more; whether all is read. Raises: InvalidQuery, if there are too many groups.
@@ -402,17 +402,20 @@ class LedgerReport:
         first, last = date_of(self.query.since), date_of(self.query.until - 0.001)
         places, day = self._places(usage_days), usage_days.c.day
         statement = select(*places, *_DAY_SUMS).where(day >= first, day <= last)
-        summed = self._add(connection, self._of_caller(statement, usage_days).group_by(*places))
-        is_cut = self.query.since % DAY or self.query.until % DAY
-        self.notes = [SUMMED_NOTE] if summed and (is_cut or self.query.percentiles) else []
+        self._add(connection, self._of_caller(statement, usage_days).group_by(*places))
+        edges = ((first, self.query.since), (last, self.query.until))
+        within: ColumnElement[bool] = day.in_([cut for cut, edge in edges if edge % DAY])
+        if self.query.percentiles:
+            within = and_(day >= first, day <= last)
+        summed = self._of_caller(select(day).where(within).limit(1), usage_days)
+        self.notes = [SUMMED_NOTE] if connection.scalar(summed) is not None else []
 
     def _places(self, table: FromClause) -> list[ColumnElement[Any]]:
         """The columns of a group: its dimensions, then tier and node."""
         return [*(dimension(table, name) for name in self.query.by), table.c.tier, table.c.node]
 
-    def _add(self, connection: Connection, statement: Select[Any]) -> bool:
-        """Count these rows; returns whether there are any."""
-        width, found = len(self.query.by), False
+    def _add(self, connection: Connection, statement: Select[Any]) -> None:
+        width = len(self.query.by)
         for row in connection.execute(statement):
             group = tuple(map(label_of, self.query.by, row[:width]))
             values = row[width + 2 :]
@@ -421,8 +424,6 @@ class LedgerReport:
             self._groups.setdefault(group, Sums()).add(values)
             node = (label_of("tier", row[width]), label_of("node", row[width + 1]))
             self.nodes.setdefault(node, Sums()).add(values)
-            found = True
-        return found
 
     def _read_hours(self, connection: Connection) -> list[money.NodeHours]:
         if self.query.key is not None:

@@ -626,15 +626,14 @@ SILENT_SECONDS = 0.1  # to close a store that has just failed
 class KeySync:
     """Keeps the stored keys of `key_ring` equal to those of `store`; None: there is no store.
 
-    `path` is the file of the last known keys. `now` gives Unix seconds. `on_change` is called when
-    keys or groups of the store have changed, and the ring has the keys.
+    `path` is the file of the last known keys. `on_change` is called when keys or groups of the
+    store have changed, and the ring has the keys.
     """
 
     store: Store | None
     key_ring: KeyRing
     path: InitVar[Path | None]
     _: KW_ONLY
-    now: InitVar[Callable[[], float]] = time.time
     poll_seconds: float = POLL_SECONDS
     on_change: Callable[[], None] = lambda: None
     groups: Mapping[str, GroupSpec] = field(default_factory=dict, init=False)
@@ -651,9 +650,9 @@ class KeySync:
     _seen_changes: int = -1  # the store's number of changes before the keys were read last
     _told_lost: bool = False
 
-    def __post_init__(self, path: Path | None, now: Callable[[], float]) -> None:
+    def __post_init__(self, path: Path | None) -> None:
         store = self.store
-        self._last_known = None if store is None else LastKnownKeys(store.location, path, now=now)
+        self._last_known = None if store is None else LastKnownKeys(store.location, path)
         # No longer pauses while the store is away: a key may be revoked meanwhile.
         period = self.poll_seconds
         self._worker = StoreWorker(self._look, period, longest_pause=period)

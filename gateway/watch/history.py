@@ -71,7 +71,7 @@ COLUMNS = HistoryPoint._fields  # The names of a point's values
 
 
 @dataclass(slots=True)
-class Traffic:
+class RecentTraffic:
     """The requests that ended within one step, or within the last minute."""
 
     requests: int = 0
@@ -94,7 +94,7 @@ class Traffic:
     """Of one step by model: prompt, cached and completion tokens."""
     too_many_models: bool = False
 
-    def add(self, other: Traffic) -> None:
+    def add(self, other: RecentTraffic) -> None:
         """Add all but costs and models, which are told of each step alone."""
         for name in _SUMMED:
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -127,8 +127,8 @@ class FleetHistory:
         """The oldest first."""
         self._catch_up = bus.catch_up
         self._gpu_cost = gpu_cost
-        self._step = Traffic()
-        self._recent: deque[Traffic] = deque(maxlen=int(RECENT_SECONDS / STEP_SECONDS))
+        self._step = RecentTraffic()
+        self._recent: deque[RecentTraffic] = deque(maxlen=int(RECENT_SECONDS / STEP_SECONDS))
         self._completion = 0  # Tokens written by all requests that have ended
         self._written = 0  # Tokens written when the last step was closed, by requests in flight too
         self._closed_at: float | None = None
@@ -210,14 +210,14 @@ class FleetHistory:
     def close_step(self, at: float, now: float, gauges: Gauges) -> HistoryPoint:
         """End the step; `at` is Unix time, `now` monotonic seconds."""
         self._catch_up()
-        step, self._step = self._step, Traffic()
+        step, self._step = self._step, RecentTraffic()
         self._recent.append(step)
         written = self._completion + gauges.completion_tokens
         elapsed = STEP_SECONDS if self._closed_at is None else now - self._closed_at
         # What is no longer in flight is counted a moment later: the next step has it.
         grown = max(0, written - self._written)
         self._written, self._closed_at = written, now
-        minute = Traffic()
+        minute = RecentTraffic()
         for one in self._recent:
             minute.add(one)
         times = sorted(minute.times.items())
@@ -240,10 +240,10 @@ class FleetHistory:
         self.points.append(point)
         return point
 
-    def recent(self) -> Traffic:
+    def recent(self) -> RecentTraffic:
         """What ended within the last minute, the step that runs included."""
         self._catch_up()
-        minute = Traffic()
+        minute = RecentTraffic()
         for step in (*self._recent, self._step):
             minute.add(step)
         del minute.callers[OTHER_CALLER], minute.limited[OTHER_CALLER]
@@ -253,7 +253,7 @@ class FleetHistory:
         """Every point, as rows under the names of `COLUMNS`."""
         return {"step": STEP_SECONDS, "columns": COLUMNS, "points": list(self.points)}
 
-    def _cost_on_gpu(self, step: Traffic) -> float | None:
+    def _cost_on_gpu(self, step: RecentTraffic) -> float | None:
         if step.too_many_models:
             return None
         total = 0.0

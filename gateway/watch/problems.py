@@ -21,7 +21,7 @@ from gateway.callers.windows import time_text
 from gateway.events import EdgeLost
 from gateway.nodes.speed import duration_words
 from gateway.schedule.model_placer import UnkeptWish
-from gateway.watch.history import Traffic
+from gateway.watch.history import RecentTraffic
 from gateway.watch.metrics import ClusterSample
 
 MOST_PROBLEMS = 50  # most problems that are told
@@ -371,7 +371,7 @@ def _flooding_caller(state: FleetCondition) -> Iterator[Problem]:
         remedy,
         tuple(line.format(name=shlex.quote(caller)) for line in commands),
         caller=caller,
-        caller_name=state.caller_names.get(caller),
+        caller_name=state.name_of(caller),
         anonymous_commands=tuple(line.format(name="NAME") for line in commands),
     )
 
@@ -427,7 +427,7 @@ def _used_quotas(state: FleetCondition) -> Iterator[Problem]:
             f"Nothing, if that is the limit's purpose. Else raise the limit ({limit}).",
             (show.format(shlex.quote(one.id)),),
             caller=one.id if of == "key" else f"group {one.id}" if one.id else None,
-            caller_name=state.caller_names.get(one.id) if of == "key" else None,
+            caller_name=state.name_of(one.id) if of == "key" else None,
             anonymous_commands=(show.format("NAME"),),
             severity=Severity.WARNING if one.spent else Severity.NOTICE,
         )
@@ -559,7 +559,7 @@ def _full_storage(state: FleetCondition) -> Iterator[Problem]:
             "Let it delete files that it has read, or raise batches.bytes_per_key in the settings.",
             (CHECK, "journalctl -u llama-gateway -n 200"),
             caller=callers[0],
-            caller_name=state.caller_names.get(callers[0]),
+            caller_name=state.name_of(callers[0]),
             severity=Severity.NOTICE,
         )
 
@@ -861,10 +861,9 @@ class FleetCondition:
     differing_models: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """By public name: how the nodes that serve it differ, in words."""
     queue: QueueCondition = QueueCondition()
-    traffic: Traffic = field(default_factory=Traffic)
-    settings_keys: Collection[str] = ()  # of the callers above, those whose keys the settings have
-    caller_names: Mapping[str, str | None] = field(default_factory=dict)
-    """The names of their keys."""
+    traffic: RecentTraffic = field(default_factory=RecentTraffic)
+    settings_keys: Collection[str] = ()  # the ids of the keys in the settings
+    name_of: Callable[[str], str | None] = lambda _: None  # the name of the key with this id
     quotas: Sequence[UsedQuota] = ()  # the fullest first
     undefined_groups: Mapping[str, int] = field(default_factory=dict)
     """How many keys are of each group that nobody has defined."""

@@ -13,7 +13,7 @@ from gateway.callers.limits import LimitStanding, UsedQuota
 from gateway.cli import app
 from gateway.events import EdgeLost
 from gateway.schedule.model_placer import UnkeptWish
-from gateway.watch.history import Traffic
+from gateway.watch.history import RecentTraffic
 from gateway.watch.metrics import ClusterSample
 from gateway.watch.problems import (
     MOST_NAMED,
@@ -55,10 +55,10 @@ QUOTA = UsedQuota(
     LimitStanding("key", "budget", "month", 20.0, 16.6, 0.0, 1_796_083_200.0),
     spent=False,
 )
-NAMED = replace(WELL, caller_names={"team-a": "Team A"})
+NAMED = replace(WELL, name_of={"team-a": "Team A"}.get)
 OF_GROUP = LimitStanding("group", "tokens_per_day", "day", 10.0, 9.9, 0.0, 1_796_083_200.0)
 
-LIMITED = Traffic(
+LIMITED = RecentTraffic(
     50,
     refused=Counter(rate_limit_exceeded=30),
     callers=Counter({"team-a": 40, "team-b": 10}),
@@ -142,7 +142,7 @@ FAULTS = {
     "models differ": replace(
         WELL, differing_models={"m": ("m: build of llama.cpp: 1 on a; 2 on b",)}
     ),
-    "requests fail": replace(WELL, traffic=Traffic(requests=20, failed=5)),
+    "requests fail": replace(WELL, traffic=RecentTraffic(requests=20, failed=5)),
     "keys lost": replace(WELL, keys_lost="a reload took the last key away"),
     "inventory": replace(WELL, inventory_error="nodes.yaml:3: no such key 'slotz'"),
     "settings": replace(WELL, settings_error="gateway.yaml:3: no such key"),
@@ -187,10 +187,10 @@ def _subcommand(names: list[str]) -> list[str]:
     return names[:2] if names[0] in {"keys", "groups"} else names[:1]
 
 
-FAILED_REQUESTS = {
+FAILED_REQUESTS = Counter({
     ("node_failed", "a-0"): 3, ("node_timeout", "a-1"): 1, ("internal_error", ""): 4,
     ("node_failed", "a-1"): 2,
-}  # fmt: skip
+})  # fmt: skip
 MODEL_EJECTED = NodeCondition("r1/m", "epyc-a", "ejected", REFUSED, model="m")
 FULL = StorageCondition("the disk is full; free space on it", is_full=True, results=7)
 TOLD: list[tuple[FleetCondition, Severity, list[str]]] = [
@@ -212,14 +212,14 @@ TOLD: list[tuple[FleetCondition, Severity, list[str]]] = [
     (FAULTS["models differ"], Severity.NOTICE, ["\nm: build of llama.cpp: 1 on a; 2 on b.\n"]),
     (FAULTS["queue flood"], Severity.CRITICAL, ["240"]),
     (replace(WELL, queue=QueueCondition(waiting=3, oldest_seconds=200.0)), Severity.WARNING, []),
-    (replace(WELL, traffic=Traffic(9, 0, Counter(queue_full=4))), Severity.CRITICAL, [
+    (replace(WELL, traffic=RecentTraffic(9, 0, Counter(queue_full=4))), Severity.CRITICAL, [
         "4 were refused",
     ]),
     (replace(WELL, storage=FULL), Severity.WARNING, [
         "no room", "The disk is full; free space on it. 7 results wait", "batches.folder_bytes",
         "df -h",
     ]),
-    (replace(WELL, traffic=Traffic(20, 10, failures=Counter(FAILED_REQUESTS))), Severity.CRITICAL, [
+    (replace(WELL, traffic=RecentTraffic(20, 10, failures=FAILED_REQUESTS)), Severity.CRITICAL, [
         "the most frequent reason is node_failed (5 times)", "a-0 was the last node of 3",
         "llama-gateway nodes probe a-0",
     ]),
