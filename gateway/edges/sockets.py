@@ -87,18 +87,7 @@ class EdgeLoad(_Message, frozen=True):
 class PassedOn(_Message, frozen=True):
     """A connection, which goes with this, on which the brain is to serve one request."""
 
-    client: tuple[str, int] | None
-    server: tuple[str, int] | None
-    tls: bool
-
-    @classmethod
-    def of(cls, origin: ConnectionOrigin) -> PassedOn:
-        """The message for a request that comes from there."""
-        return cls(origin.client, origin.server, origin.tls)
-
-    def origin(self) -> ConnectionOrigin:
-        """Where the request comes from."""
-        return ConnectionOrigin(self.client, self.server, self.tls)
+    origin: ConnectionOrigin  # of the request
 
 
 ToEdge = NewClient | Drain | Reject | End | NewLink
