@@ -11,7 +11,7 @@ import asyncio
 import ssl
 
 # Not public, but there since Python 2.6; the other way is a parser of X.509.
-from _ssl import _test_decode_cert
+from _ssl import _test_decode_cert  # type: ignore[attr-defined]
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime

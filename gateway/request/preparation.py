@@ -485,7 +485,7 @@ def prepare(
         depth, needs_vision = body.outline.depth, body.outline.has_images
         media.check_links(body.find_links(), limits.media_hosts, prompt_field)
         measured = body.measure_prompt(prompt_field)
-    *measures, tokens = measured
+    tokens = measured.min_tokens
     if route.api.refused_fields:
         request_limits.check_supported(parsed, route.api.refused_fields)
     if has_limited_options(parsed):
@@ -522,7 +522,7 @@ def prepare(
             slots,
             True,
             tokens,
-            *measures,
+            *measured[:3],
             max_tokens=max_tokens,
             body_bytes=body_bytes,
             prompt_key=key,
