@@ -386,15 +386,20 @@ class LargeBody:
             return b""
         return self._body[found.start : found.truncated_at or found.end] + found.truncated_suffix
 
-    def truncated_fields(self, names: Iterable[str]) -> bytes:
-        """A JSON object of the beginnings of these fields, as far as the body has them."""
-        found = ((name, self.truncated_field(name)) for name in names)
-        return _join_fields((name, value) for name, value in found if value)
+    def beginning(self, names: Iterable[str], most: int) -> tuple[bytes, int]:
+        """A JSON object of the beginnings of these fields; and how many bytes it leaves out.
 
-    def truncated_bytes(self, name: str) -> int:
-        """Bytes of a field that its `truncated_field` leaves out."""
-        found = self._field(name)
-        return found.end - found.truncated_at if found is not None and found.truncated_at else 0
+        A field after so many bytes is left out as a whole.
+        """
+        found: list[tuple[str, FieldBytes]] = []
+        left_out = 0
+        for name in names:
+            value = self.truncated_field(name) if most > 0 else b""
+            most -= len(value)
+            left_out += self.field_size(name) - len(value)
+            if value:
+                found.append((name, value))
+        return _join_fields(found), left_out
 
     def field_size(self, name: str) -> int:
         """Bytes of a field; 0 without it."""
