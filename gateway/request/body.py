@@ -250,7 +250,7 @@ FULL_PARSE_BYTES = 4 << 20  # Bytes of a body up to which it is parsed whole to 
 LONGEST_LINK = 16 * 1024  # Bytes of a URL that are looked at
 MEDIA_PER_STEP = 64  # Images and audio files that are measured in one step
 
-# Fields of `ParsedBody` with decoded values; none is long.
+# Fields of `ParsedBody` with decoded values; none is long but `model`.
 _SHORT_FIELDS = frozenset(
     name
     for name, default in zip(
@@ -343,12 +343,19 @@ class LargeBody:
         known = {name: self._values[name] for name in names if name in self._values}
         large = {name: value for name, value in known.items() if len(value) > PARSED_FIELD_BYTES}
         for name in large:
-            if name in _SHORT_FIELDS:
+            if name in _SHORT_FIELDS and name != "model":
                 raise errors.invalid_field(name, f"is longer than {PARSED_FIELD_BYTES} bytes.")
         parsed = parse_body(
             _join_fields((name, known[name]) for name in known if name not in large)
         )
-        values = {name: msgspec.Raw(value) for name, value in large.items()}
+        values: dict[str, object] = {name: msgspec.Raw(value) for name, value in large.items()}
+        if "model" in large:
+            # The beginning of it.
+            value = bytes(self._values["model"][: PARSED_FIELD_BYTES + 1])
+            if value[:1] != b'"':
+                raise errors.invalid_request("'model' must be a string.", "model")
+            whole = safe_cut(value, 1, PARSED_FIELD_BYTES)
+            values["model"] = TEXT_DECODER.decode(value[:whole] + b'"')
         return msgspec.structs.replace(parsed, **values)
 
     def raw_fields(self) -> dict[str, msgspec.Raw]:

@@ -380,9 +380,10 @@ async def test_a_large_body_goes_to_the_node_whole(tmp_path: Path) -> None:
 async def test_a_large_body_of_which_little_is_left_goes_to_the_node(tmp_path: Path) -> None:
     settings = {**QUICK, "models": {"*": {"use": "demo"}, "demo": {"strip": ["padding"]}}}
     async with public(tmp_path, settings) as gate:
-        found = await gate.ask(request({**HELLO, "max_tokens": 1, "padding": "a" * 100_000}))
-        assert found.status == 200
-        assert len(gate.node.seen[-1].body) < 1000
+        for large in ({"padding": "a" * 100_000}, {"model": "z" * 100_000}):
+            found = await gate.ask(request({**HELLO, "max_tokens": 1, **large}))
+            assert found.status == 200
+            assert len(gate.node.seen[-1].body) < 1000
 
 
 @pytest.mark.parametrize("size", [10, 100_000], ids=["with its head", "after its head"])

@@ -321,12 +321,21 @@ def test_only_small_fields_are_parsed_however_many_there_are() -> None:
     assert json.loads(found.without_large_fields()) == {"model": "m", "return_tokens": True}
 
 
-@each_case("name", ["model", "stream", "n", "priority", "service_tier", "max_tokens"])
+@each_case("name", ["stream", "n", "priority", "service_tier", "max_tokens"])
 def test_a_long_value_of_a_short_field_is_refused(name: str) -> None:
     _, found = large({name: "x" * (PARSED_FIELD_BYTES + 1), "prompt": "x" * LARGE_BODY_BYTES})
     with pytest.raises(GatewayError) as raised:
         found.parse()
     assert (raised.value.code, raised.value.param) == ("invalid_request", name)
+
+
+def test_a_model_name_of_any_length_is_cut() -> None:
+    for letter in ("x", "\\", "😀", "é"):
+        _, found = large({"model": letter * LARGE_BODY_BYTES})
+        model = found.parse().model
+        assert model
+        assert len(model) < PARSED_FIELD_BYTES
+        assert set(model) == {letter}
 
 
 @each_case(
