@@ -259,36 +259,18 @@ def origin_not_allowed(origin: str) -> GatewayError:
     )
 
 
-def model_not_found(
-    model: str,
-    known: list[str],
-    labels: Sequence[tuple[str, str]] = (),
-    node_count: int = 0,
-    targets: Sequence[str] = (),
-) -> GatewayError:
-    """404: no node in the inventory serves this model, now or when last seen.
+def model_not_found(model: str, known: list[str], targets: Sequence[str] = ()) -> GatewayError:
+    """404: no node that the caller may use serves this model, now or when last seen.
 
-    `labels`: those of the caller's pool, which has `node_count` nodes. `targets`: the models that
-    the name stands for.
+    `targets`: the models that the name stands for.
     """
-    named = _named_model(model, targets)
     some = ", ".join(f"'{name}'" for name in known[:8])
     hint = f" Known here: {some}{', ...' if len(known) > 8 else ''}." if known else ""
-    for_operators = None
-    if labels:
-        pool = ", ".join(f"{name}={value}" for name, value in labels)
-        found = f"{node_count} node{'' if node_count == 1 else 's'}"
-        for_operators = (
-            f"This caller may use nodes with the labels {pool} alone (`cache.nodes`), which "
-            f"{found} of the inventory {'has' if node_count == 1 else 'have'}; none of them serves "
-            f"{named}.{hint}"
-        )
     return GatewayError(
         404,
         "model_not_found",
-        f"The model {named} does not exist here.{hint}",
+        f"The model {_named_model(model, targets)} does not exist here.{hint}",
         param="model",
-        message_with_nodes=for_operators,
     )
 
 

@@ -682,16 +682,12 @@ class ModelCopies:
         self, model: str | None, labels: NodeLabels = (), targets: Sequence[str] = ()
     ) -> GatewayError:
         """Why no node can serve this model name; None: the request names no model."""
-        count = self._models.nodes
         silent = [one[1:] for one in self._models.silent if has_labels(dict(one[0]), labels)]
         if silent:
-            return errors.no_node_reported(model, silent, count, targets)
+            return errors.no_node_reported(model, silent, self._models.nodes, targets)
         if model is None:
             return errors.invalid_request("'model' is missing, and there is none to use.", "model")
-        if labels:
-            groups = self._models.groups
-            count = sum(one.count for one in groups if has_labels(dict(one.labels), labels))
-        return errors.model_not_found(model, list(self.model_names(labels)), labels, count, targets)
+        return errors.model_not_found(model, list(self.model_names(labels)), targets)
 
     def servers_of(self, models: Iterable[str], labels: NodeLabels = ()) -> list[ServerFigures]:
         """The servers of any of these models, down or not: one of those that are alike."""

@@ -48,7 +48,7 @@ def over_channel(channel: SocketChannel[Any]) -> OpenConnection:
     async def open_connection(origin: ConnectionOrigin) -> socket.socket:
         ours, its_end = socket.socketpair()
         ours.setblocking(False)
-        channel.send(PassedOn.of(origin), its_end, then_close=True)
+        channel.send(PassedOn(origin), its_end, then_close=True)
         return ours
 
     return open_connection

@@ -7,7 +7,6 @@ and whole; a process that ends closes its end.
 
 from __future__ import annotations
 
-import array
 import asyncio
 import socket
 from collections import deque
@@ -87,18 +86,7 @@ class EdgeLoad(_Message, frozen=True):
 class PassedOn(_Message, frozen=True):
     """A connection, which goes with this, on which the brain is to serve one request."""
 
-    client: tuple[str, int] | None
-    server: tuple[str, int] | None
-    tls: bool
-
-    @classmethod
-    def of(cls, origin: ConnectionOrigin) -> PassedOn:
-        """The message for a request that comes from there."""
-        return cls(origin.client, origin.server, origin.tls)
-
-    def origin(self) -> ConnectionOrigin:
-        """Where the request comes from."""
-        return ConnectionOrigin(self.client, self.server, self.tls)
+    origin: ConnectionOrigin  # of the request
 
 
 ToEdge = NewClient | Drain | Reject | End | NewLink
@@ -176,12 +164,11 @@ class SocketChannel(Generic[Received]):
         """Send what waits; returns whether nothing is left."""
         while self._unsent:
             data, passed, then_close = self._unsent[0]
-            rights = []
-            if passed is not None:
-                number = array.array("i", [passed.fileno()])
-                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, number)]
             try:
-                self._sock.sendmsg([data], rights)
+                if passed is None:
+                    self._sock.send(data)
+                else:
+                    socket.send_fds(self._sock, [data], [passed.fileno()])
             except BlockingIOError:
                 return False
             except OSError:
@@ -209,23 +196,16 @@ class SocketChannel(Generic[Received]):
             self._receive(message, passed)
 
     def _receive_one(self) -> tuple[bytes, socket.socket | None]:
-        data, rights, _, _ = self._sock.recvmsg(
-            MOST_MESSAGE_BYTES, socket.CMSG_SPACE(_INT_BYTES), socket.MSG_CMSG_CLOEXEC
+        data, numbers, _, _ = socket.recv_fds(
+            self._sock, MOST_MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC
         )
-        for level, kind, numbers in rights:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                found = array.array("i", numbers[: len(numbers) - len(numbers) % _INT_BYTES])
-                # `socket` asks the kernel for the family and the type.
-                return data, socket.socket(fileno=found[0])
-        return data, None
+        # `socket` asks the kernel for the family and the type.
+        return data, socket.socket(fileno=numbers[0]) if numbers else None
 
     def _end(self) -> None:
         if not self.closed:
             self.close()
             self._lost()
-
-
-_INT_BYTES = array.array("i").itemsize
 
 
 def channel_pair() -> tuple[socket.socket, socket.socket]:

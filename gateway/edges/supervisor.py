@@ -386,7 +386,7 @@ class Edges:
             case sockets.PassedOn():
                 if sock is not None:
                     sock.setblocking(False)
-                    self._adopt(sock, message.origin())
+                    self._adopt(sock, message.origin)
             case sockets.LinkEnded():
                 if self._clock() - edge.linked_at > HELD_SECONDS:
                     edge.link_pause = LINK_PAUSE

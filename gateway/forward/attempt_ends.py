@@ -184,7 +184,7 @@ class AttemptEnds:
                 fault=fault,
                 error=error,
                 unreachable=unreachable,
-                prompt_read=attempt.prompt_read(attempt.elapsed),
+                prompt_read=attempt.prompt_read(),
                 resumes=resumes,
             )
         )
@@ -243,10 +243,9 @@ class AttemptEnds:
             sample = usage_filter.event or sample
         usage = attempt.api.read_usage(sample, opening) if sample else None
         events, splice_point = attempt.content_events, attempt.splice_point
-        is_reported, prompt_read = usage is not None, None
+        is_reported = usage is not None
         if usage is None:
-            prompt_read = attempt.prompt_read(now - attempt.started_at)
-            prompt, cached = prompt_read or (attempt.lease.reading.prompt_tokens, 0)
+            prompt, cached = attempt.prompt_read() or (attempt.lease.reading.prompt_tokens, 0)
             if request.size.generates and not attempt.is_sse:
                 events = _tokens_of_bytes(size, request.size)
             usage = Usage(prompt, cached, events)

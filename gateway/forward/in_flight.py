@@ -151,7 +151,7 @@ class InFlightRequest(msgspec.Struct, eq=False):
                 completion = splice_point.prefix_tokens + attempt.content_events
             else:
                 completion += attempt.content_events
-                known = attempt.prompt_read(attempt.elapsed)
+                known = attempt.prompt_read()
                 if known is not None:
                     prompt += known[0]
                 elif attempt.last_content_at is not None:
@@ -474,14 +474,10 @@ class Attempt:
         """Call `callback` when the attempt is failed: its reader may wait for something else."""
         self._on_fail = callback
 
-    def prompt_read(self, elapsed: float) -> tuple[int, int] | None:
-        """Tokens of the prompt that its node had read or cached, and cached.
-
-        That is by what the node said, when the attempt was so many seconds old. None: it said
-        nothing.
-        """
+    def prompt_read(self) -> tuple[int, int] | None:
+        """Tokens of the prompt that its node says it had read or cached, and cached; or None."""
         progress = self.in_flight.prefill_progress
-        return None if progress is None else progress.read_by(self, elapsed)
+        return None if progress is None else progress.read_by(self)
 
     def drop_content(self) -> None:
         """Forget the response's content, which is on its way: the end is written up much later."""
@@ -733,19 +729,8 @@ class InFlightRegistry:
 # to know what was read when a client leaves. The server reports it once a batch, of 2048 tokens by
 # default; what was read of shorter prompts is estimated by the time.
 PROGRESS_TOKENS = 1024
-# Tokens of llama.cpp's batch, unless its operator has set another one: before its first report it
-# is believed to have read no more.
-DEFAULT_BATCH = 2048
 _REQUEST_FIELD = b'"return_progress"'
 _EVENT_FIELD = b'"prompt_progress"'
-
-
-class _Report(NamedTuple):
-    """What a node said of its prefill."""
-
-    elapsed: float  # Seconds of the attempt by then
-    done: int  # Tokens that were read or cached
-    total: int
 
 
 class PrefillStatus(NamedTuple):
@@ -763,12 +748,8 @@ class PrefillProgress:
     hidden: bool = False
     """The client may not know how much of its prompt was cached; the ledger does."""
     _lease: GrantedLease | None = None  # That of the attempt; None: there was none yet
-    _clock: Callable[[], float] | None = None  # The attempt's
-    _started_at: float = 0.0  # When it began
-    _first: _Report | None = None
-    _last: _Report | None = None
-    """What this attempt's node said first, and last; None: nothing."""
-    _batch: int = 0  # Tokens between its last two reports; 0: there were none
+    _last: tuple[int, int] | None = None
+    """The tokens that its node said last it had read or cached, and all; None: it said nothing."""
     _cached: int = 0  # Tokens that the node had cached
     _client_asked: bool = False  # Whether the client itself asks for progress events
     _keep_next: bool = False
@@ -782,10 +763,7 @@ class PrefillProgress:
         Also return the filter that removes the progress events; None: there are none.
         """
         # It does not keep the attempt, whose request refers to this object.
-        self._lease, self._clock = attempt.lease, attempt.clock
-        self._started_at = attempt.started_at
-        self._cached = self._batch = 0
-        self._first = self._last = None
+        self._lease, self._last, self._cached = attempt.lease, None, 0
         fields = api.progress_fields
         if (
             attempt.lease.node.kind != "llama.cpp"
@@ -814,7 +792,7 @@ class PrefillProgress:
         if isinstance(progress, dict):
             done, total = progress.get("processed"), progress.get("total")
             if isinstance(done, int) and isinstance(total, int) and 0 <= done <= total:
-                self._note(done, total)
+                self._last = done, total
                 cached = progress.get("cache")
                 self._cached = min(cached, done) if isinstance(cached, int) and cached > 0 else 0
         if self._client_asked:
@@ -825,50 +803,24 @@ class PrefillProgress:
             return b"event: %b\ndata: %b\n\n" % (name, msgspec.json.encode(value))
         return b""
 
-    def _note(self, done: int, total: int) -> None:
-        elapsed = 0.0 if self._clock is None else self._clock() - self._started_at
-        report = _Report(elapsed, done, total)
-        if self._last is None:
-            self._first = report
-        else:
-            self._batch = max(0, done - self._last.done)
-        self._last = report
+    def read_by(self, attempt: Attempt) -> tuple[int, int] | None:
+        """Tokens that this attempt's node has read or cached, as it said last, and cached.
 
-    def read_by(self, attempt: Attempt, elapsed: float) -> tuple[int, int] | None:
-        """Tokens that this attempt's node had read or cached after so many seconds, and cached.
-
-        None: it never said. Once content has come, all of the prompt has been read. Before, the
-        node's last report is up to a batch old, which takes a CPU a minute: what it has read since
-        is estimated by its speed.
+        None: it has not said that it has read any. Once content has come, it has read all.
         """
-        last = self._last
-        if last is None or self._lease is not attempt.lease:
+        if self._last is None or self._lease is not attempt.lease:
             return None
+        done, total = self._last
         if attempt.last_content_at is not None:
-            return last.total, self._cached
-        since = self._tokens_per_second(attempt.lease) * max(0.0, elapsed - last.elapsed)
-        # It reports each batch: had it read more, it would have said so.
-        most = min(self._batch or DEFAULT_BATCH, last.total - last.done)
-        return last.done + min(most, int(since)), self._cached
-
-    def _tokens_per_second(self, lease: GrantedLease) -> float:
-        """The node's speed at this prompt, else the one that is known of it; 0: unknown."""
-        first, last = self._first, self._last
-        assert first is not None
-        assert last is not None
-        if last.done > first.done and last.elapsed > first.elapsed:
-            return (last.done - first.done) / (last.elapsed - first.elapsed)
-        expected = lease.reading.seconds
-        if expected is None or expected <= 0:
-            return 0.0
-        return (last.total - self._cached) / expected
+            return total, self._cached
+        return (done, self._cached) if done > self._cached else None
 
     def status(self, attempt: Attempt, now: float) -> PrefillStatus | None:
         """How far the prompt is read; None: unknown, hidden, or no prompt is being read."""
         if self.hidden or self._lease is not attempt.lease or not attempt.is_reading:
             return None
         if self._last is not None:
-            _, done, total = self._last
+            done, total = self._last
             return PrefillStatus(100 * done // max(1, total), (done, total))
         elapsed, expected = now - attempt.started_at, attempt.lease.reading.seconds
         # A prefill that takes longer than expected may take any time.

@@ -87,7 +87,6 @@ class MultiPromptForwarder(BodyStream):
         self._error: Exception | None = None
         self._task: asyncio.Task[None] | None = None  # runs the sub-requests
         self._sub_requests: dict[str, InFlightRequest] = {}
-        self._body_streams: dict[str, BodyStream] = {}
         self._header_lines = b""
         self._closed = False
         self._last_content_at = 0.0
@@ -228,15 +227,25 @@ class MultiPromptForwarder(BodyStream):
 
     async def _run_sub_request(self, index: int, sub_request: SubRequest) -> None:
         """Forward one prompt, and queue its response's chunks."""
+        body_stream = None
         try:
             response = await self._forward(sub_request)
+            body_stream = response.body_stream
             if response.status >= 300:
                 raise PromptRefused(response)
             self._in_flight.record.sub_request_answered(sub_request.record)
-            if sub_request.request.stream:
-                await self._queue_events(index, sub_request, response)
+            if not sub_request.request.stream:
+                await self._chunks.put((index, await response.whole_content(self._max_bytes)))
+            elif body_stream is None:
+                raise errors.node_failed("The node did not stream its answer.")
             else:
-                await self._queue_plain(index, sub_request, response)
+                self._header_lines = self._header_lines or response.header_lines
+                chunk: bytes | None = response.content
+                while chunk:
+                    if sub_request.record.status >= 400:
+                        raise _stream_error(sub_request.record, chunk)
+                    await self._chunks.put((index, chunk))
+                    chunk = await body_stream.next_chunk()
         except GatewayError as error:
             if error.status == 400:
                 count = len(self._prompts.prompts)
@@ -244,38 +253,12 @@ class MultiPromptForwarder(BodyStream):
             raise
         finally:
             sub_request.dequeued.set()
+            if body_stream is not None:
+                body_stream.close()
             self._end(sub_request)
 
-    async def _queue_plain(
-        self, index: int, sub_request: SubRequest, response: ClientResponse
-    ) -> None:
-        if response.body_stream is not None:
-            self._body_streams[sub_request.request.id] = response.body_stream
-        await self._chunks.put((index, await response.whole_content(self._max_bytes)))
-
-    async def _queue_events(
-        self, index: int, sub_request: SubRequest, response: ClientResponse
-    ) -> None:
-        body_stream, record = response.body_stream, sub_request.record
-        if body_stream is None:
-            raise errors.node_failed("The node did not stream its answer.")
-        self._body_streams[sub_request.request.id] = body_stream
-        self._header_lines = self._header_lines or response.header_lines
-        chunk: bytes | None = response.content
-        while chunk:
-            if record.status >= 400:
-                # The stream has ended with the API's error event.
-                message = outcome.error_message(sse.payload(sse.last_events(chunk, 1)))
-                code = record.reason or "node_failed"
-                raise GatewayError(record.status, code, message or "The node failed.")
-            await self._chunks.put((index, chunk))
-            chunk = await body_stream.next_chunk()
-
     def _end(self, sub_request: InFlightRequest, _: object = None) -> None:
-        """End a sub-request, and count it into the request once its usage is known."""
-        body_stream = self._body_streams.pop(sub_request.request.id, None)
-        if body_stream is not None:
-            body_stream.close()
+        """Count a sub-request into the request once its usage is known."""
         if self._sub_requests.pop(sub_request.request.id, None) is not None:
             self._context.bus.defer(self._in_flight.record.sub_request_ended, sub_request.record)
 
@@ -291,3 +274,11 @@ class MultiPromptForwarder(BodyStream):
         self._chunks.put_nowait(None)
         if self._on_fail is not None:
             self._on_fail()
+
+
+def _stream_error(record: RequestRecord, events: bytes) -> GatewayError:
+    """The error of a stream that has ended with its API's error event."""
+    message = outcome.error_message(sse.payload(sse.last_events(events, 1)))
+    return GatewayError(
+        record.status, record.reason or "node_failed", message or "The node failed."
+    )

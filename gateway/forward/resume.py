@@ -466,25 +466,33 @@ class Resumer:
         quarantine or out of time; if it has yielded, also when it can't wait for a slot.
         """
         await ensure_task()
-        failed_node = failed.lease.node.name
+        node, tag, clock = failed.lease.node.name, self._request.x_request_id, self._context.clock
+        began, tokens = clock(), self._recorder.transcript().token_count
         if yielded:
-            return await self._resume_yielded(failed_node)
-        if pool_full:
-            self._tried = self._tried.overflowed_on(failed_node)
+            self._times_yielded += 1
+        elif pool_full:
+            self._tried = self._tried.overflowed_on(node)
         elif failed.cut_by_router() is not None:
             # Its model's server is another one when the router has loaded it again.
-            self._tried = self._tried.failed_on(failed_node)
+            self._tried = self._tried.failed_on(node)
         else:
-            self._exclude(failed_node)
+            self._exclude(node)
+        resumed = resumed_on = None
         try:
-            resumed = await self._resume(failed_node, pool_full=pool_full)
+            resumed = await self._resume(node, yielded=yielded, pool_full=pool_full)
+            resumed_on = None if resumed.attempt is None else resumed.attempt.lease.node.name
         except NotResumable as error:
             drop_traceback(error)
-            self._publish(failed_node, None, str(error))
-            return None
-        if resumed.attempt is not None:
+            self._publish(node, None, str(error))
+        finally:
+            if yielded:
+                goes_on = node if resumed is not None and resumed_on is None else resumed_on
+                waited = clock() - began
+                self._context.bus.publish(SlotYielded(tag, node, goes_on, tokens, waited))
+        if resumed is not None and (yielded or resumed_on is not None):
             self._in_flight.record.resumed()
-            self._publish(failed_node, resumed.attempt.lease.node.name, None)
+            if not yielded:
+                self._publish(node, resumed_on, None)
         return resumed
 
     async def begin(self) -> Resumed:
@@ -502,27 +510,6 @@ class Resumer:
             point = resumed.splice_point
             self._in_flight.record.count_tokens(point.prompt_tokens, 0, point.sent_tokens)
         self._recorder.add(resumed.first_bytes)
-        return resumed
-
-    async def _resume_yielded(self, node: str) -> Resumed | None:
-        """The continuation of a stream that was cut on this node for another request."""
-        clock, began = self._context.clock, self._context.clock()
-        self._times_yielded += 1
-        tokens, resumed = self._recorder.transcript().token_count, None
-        try:
-            resumed = await self._resume(node, yielded=True)
-        except NotResumable as error:
-            drop_traceback(error)
-            self._publish(node, None, str(error))
-            return None
-        finally:
-            resumed_on = None
-            if resumed is not None:
-                self._in_flight.record.resumed()
-                resumed_on = node if resumed.attempt is None else resumed.attempt.lease.node.name
-            tag = self._in_flight.request.x_request_id
-            event = SlotYielded(tag, node, resumed_on, tokens, clock() - began)
-            self._context.bus.publish(event)
         return resumed
 
     def _publish(self, failed_node: str, resumed_on: str | None, reason: str | None) -> None:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+
+# Not public, but there since Python 2.6; the other way is a parser of X.509.
+from _ssl import _test_decode_cert  # type: ignore[attr-defined]
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -38,8 +41,9 @@ def load_certificate(files: TlsFiles) -> LoadedCertificate:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         context.load_cert_chain(files.cert, files.key, password=_no_password)
-        expires_at = _expiry(files.cert.read_text(encoding="ascii", errors="replace"))
-    except (OSError, ValueError, IndexError) as error:
+        # The first one of the file. Else Python tells this of a peer's certificate only.
+        expires_at = ssl.cert_time_to_seconds(str(_test_decode_cert(files.cert)["notAfter"]))
+    except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
         raise CertificateError(
             f"{files.cert} and {files.key} can't be used ({reason}): name PEM files of a "
@@ -148,40 +152,3 @@ class ListenerCertificates:
 def _no_password() -> str:
     # Without this, OpenSSL would ask for it on the terminal.
     raise ValueError("the key is encrypted")
-
-
-_PEM_BEGIN = "-----BEGIN CERTIFICATE-----"
-_PEM_END = "-----END CERTIFICATE-----"
-# Tags of DER (X.690) and of the optional version in a certificate (RFC 5280).
-_SEQUENCE, _VERSION, _UTC_TIME = 0x30, 0xA0, 0x17
-
-
-def _expiry(pem: str) -> float:
-    """When the first certificate of the file expires, in seconds since 1970. Raises: ValueError.
-
-    Python's `ssl` tells it of a peer's certificate only.
-    """
-    begin = pem.index(_PEM_BEGIN)
-    end = pem.index(_PEM_END, begin) + len(_PEM_END)
-    certificate = _children(ssl.PEM_cert_to_DER_cert(pem[begin:end]))[0][1]
-    fields = _children(_children(certificate)[0][1])
-    # version (optional), serial number, signature's algorithm, issuer, validity
-    validity = fields[4 if fields[0][0] == _VERSION else 3][1]
-    tag, text = _children(validity)[1]
-    form = "%y%m%d%H%M%SZ" if tag == _UTC_TIME else "%Y%m%d%H%M%SZ"
-    return datetime.strptime(text.decode("ascii"), form).replace(tzinfo=UTC).timestamp()
-
-
-def _children(data: bytes) -> list[tuple[int, bytes]]:
-    """Tag and contents of each element that stands here, one behind the other."""
-    found, position = [], 0
-    while position < len(data):
-        tag, length = data[position], data[position + 1]
-        position += 2
-        if length & 0x80:
-            size = length & 0x7F
-            length = int.from_bytes(data[position : position + size], "big")
-            position += size
-        found.append((tag, data[position : position + length]))
-        position += length
-    return found

@@ -50,6 +50,9 @@ LISTENER_PIPELINE_BYTES = 64 * 1024 * 1024
 PIPELINE_READ_BYTES = 16 * 1024  # most waiting bytes that one connection parses in its turn
 
 
+_PROXIES = ""  # in place of a network
+
+
 class EvictableConnection(Protocol):
     """A connection, as far as the limiter must know it."""
 
@@ -88,11 +91,10 @@ class ConnectionLimiter:
         self._soft_limit = soft_limit(limit)
         self._proxies = proxies
         self.fair_share = FairShare()
-        self._admitted: dict[EvictableConnection, str | None] = {}
-        """The network of each admitted connection; None: a proxy's."""
-        self._by_network: dict[str, dict[EvictableConnection, None]] = {}
+        self._admitted: dict[EvictableConnection, str] = {}
+        """The network of each admitted connection, or `_PROXIES`."""
+        self._by_network: dict[str, dict[EvictableConnection, None]] = {_PROXIES: {}}
         """Connections of each network, in the order of the next search."""
-        self._of_proxies: dict[EvictableConnection, None] = {}
         self._health_only: dict[EvictableConnection, str] = {}
         """Networks of connections beyond the limit."""
         self._forwarded = 0  # requests in flight on the proxies' connections
@@ -114,29 +116,24 @@ class ConnectionLimiter:
             self._make_room_for_proxy() if proxied else self._make_room(network)
         ):
             return self._admit_health_only(connection, network)
-        if proxied:
-            self._admitted[connection] = None
-            self._of_proxies[connection] = None
-        else:
-            self._admitted[connection] = network
-            self._by_network.setdefault(network, {})[connection] = None
+        if not proxied:
             self.fair_share.add(network, 1)
+        counted = self._admitted[connection] = _PROXIES if proxied else network
+        self._by_network.setdefault(counted, {})[connection] = None
         return ConnectionAdmission.ADMITTED
 
     def remove(self, connection: EvictableConnection) -> None:
         """The connection is closed or about to be. Calling it again does nothing."""
         self._health_only.pop(connection, None)
-        if connection not in self._admitted:
-            return
-        network = self._admitted.pop(connection)
+        network = self._admitted.pop(connection, None)
         if network is None:
-            del self._of_proxies[connection]
             return
         connections = self._by_network[network]
         del connections[connection]
-        if not connections:
-            del self._by_network[network]
-        self.fair_share.remove(network, 1)
+        if network != _PROXIES:
+            self.fair_share.remove(network, 1)
+            if not connections:
+                del self._by_network[network]
 
     def count_forwarded(self, serve: Serve, address: str | None) -> Serve:
         """`serve` for a connection of this peer; a proxy's requests count for whom it forwards."""
@@ -166,7 +163,7 @@ class ConnectionLimiter:
         victims = self.fair_share.victims(network, 1, self._soft_limit)
         if self._evict_one_of(victims):
             return True
-        if held < self.limit // RESERVE_DIVISOR and self._evict_one(self._of_proxies):
+        if held < self.limit // RESERVE_DIVISOR and self._evict_one(_PROXIES):
             return True
         if (victims or not held) and len(self._admitted) < self.limit:
             return True
@@ -174,11 +171,11 @@ class ConnectionLimiter:
 
     def _make_room_for_proxy(self) -> bool:
         """Whether proxies may have one more connection; what it forwards is limited later."""
-        idle = len(self._of_proxies) - self._forwarded
+        idle = len(self._by_network[_PROXIES]) - self._forwarded
         victims = self.fair_share.callers_above(max(1, idle))
         return (
             self._evict_one_of(victims)
-            or self._evict_one(self._of_proxies)
+            or self._evict_one(_PROXIES)
             or len(self._admitted) < self.limit
             or self._evict_one_of(victims, reading=True)
         )
@@ -196,17 +193,16 @@ class ConnectionLimiter:
         return any(other > held for other in self.fair_share.by_caller.values())
 
     def _evict_one_of(self, networks: Iterable[str], *, reading: bool = False) -> bool:
-        return any(self._evict_one(self._by_network.get(one), reading=reading) for one in networks)
+        return any(self._evict_one(network, reading=reading) for network in networks)
 
-    def _evict_one(
-        self, connections: dict[EvictableConnection, None] | None, *, reading: bool = False
-    ) -> bool:
-        """Close the longest idle of these connections; returns whether there was one.
+    def _evict_one(self, network: str, *, reading: bool = False) -> bool:
+        """Close the longest idle of its connections; returns whether there was one.
 
         `reading`: of those that receive a body, the newest. Each search examines some, and moves
         them behind the others if it finds none.
         """
-        examined = list(islice(connections or (), 64))
+        connections = self._by_network.get(network, {})
+        examined = list(islice(connections, 64))
         found = [one for one in examined if (one.reading_body if reading else one.idle)]
         if found:
             ages = attrgetter("idle_since")
@@ -215,7 +211,6 @@ class ConnectionLimiter:
             victim.evict()
             return True
         for connection in examined:
-            assert connections is not None
             del connections[connection]
             connections[connection] = None
         return False

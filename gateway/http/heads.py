@@ -263,23 +263,17 @@ def _positive(value: bytes) -> float | None:
     return number if math.isfinite(number) and number > 0 else None
 
 
-LONGEST_PREFER = 1024  # bytes of one field that are read; a longer one says nothing
-_MEMBERS = re.compile(rb'(?:[^",]|"(?:[^"\\]|\\.)*")+')
-
-# The token, without a value; parameters are ignored.
-_PREFERENCE = re.compile(
-    rb'[ \t]*respond-async[ \t]*(?:=[ \t]*(?:"")?[ \t]*)?(?:;.*)?', re.IGNORECASE | re.DOTALL
-)
+_RESPOND_ASYNC = (b"respond-async", b'respond-async=""')
 
 
 def prefers_async(headers: Headers) -> bool:
     """Whether the client wants to have the response later: it says `respond-async`."""
-    for name, value in headers:
-        if name == b"prefer" and len(value) <= LONGEST_PREFER:
-            for member in _MEMBERS.findall(value):
-                if _PREFERENCE.fullmatch(member) is not None:
-                    return True
-    return False
+    return any(
+        member.partition(b";")[0].strip() in _RESPOND_ASYNC
+        for name, value in headers
+        if name == b"prefer"
+        for member in value.lower().split(b",")
+    )
 
 
 # Owns what callers without a key keep; no key has a colon in its id.

@@ -10,7 +10,7 @@ import contextlib
 import fcntl
 import socket
 import ssl
-import struct
+import sys
 import termios
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
@@ -357,12 +357,7 @@ def _kernel_bytes(transport: asyncio.Transport) -> int:
     third of its buffer, perhaps a megabyte, is free.
     """
     sock = transport.get_extra_info("socket")
-    result = bytearray(_INT.size)
     try:
-        fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, result)
+        return int.from_bytes(fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
     except OSError:
         return 0
-    return int(_INT.unpack(result)[0])
-
-
-_INT = struct.Struct("i")

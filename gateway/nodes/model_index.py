@@ -181,8 +181,7 @@ class ModelIndex:
             return errors.no_node_reported(model, states, len(nodes), targets)
         if model is None:
             return errors.invalid_request("'model' is missing, and there is none to use.", "model")
-        known = list(self.model_names(labels))
-        return errors.model_not_found(model, known, labels, len(nodes), targets)
+        return errors.model_not_found(model, list(self.model_names(labels)), targets)
 
     def _index(self) -> _Names:
         if self._known is None:

@@ -163,12 +163,15 @@ class PromptSize(NamedTuple):
     text_bytes: int = 0  # Bytes of text, as UTF-8
     exact_tokens: int = 0  # Tokens that the client sent as ids
     media_tokens: int = 0  # Estimated tokens of images and audio
+    min_tokens: int = 0
+    """A low estimate of the tokens of the prompt's own field: exact for ids, by length for text,
+    with the fewest tokens that images of their sizes cost."""
 
 
-def measure_prompt(*fields: msgspec.Raw) -> PromptSize:
+def measure_prompt(prompt: msgspec.Raw, *more: msgspec.Raw) -> PromptSize:
     """The size of the prompt that these fields form; missing fields count nothing."""
-    text = ids = tokens = 0
-    for raw in fields:
+    text = ids = tokens = least = 0
+    for raw in (prompt, *more):
         if raw is MISSING:
             continue
         data = bytes(raw)
@@ -176,30 +179,18 @@ def measure_prompt(*fields: msgspec.Raw) -> PromptSize:
             ids += data.count(b",") + 1
             continue
         media = measure_media(data) if _may_hold_media(data) else _NO_MEDIA_COST
-        text += len(data) - media.base64_bytes
+        size = len(data) - media.base64_bytes
+        unicode_escapes = 0
+        text += size
         tokens += media.tokens
         if data.find(b"\\") >= 0:
             # A character escaped with \u is three bytes in most alphabets, any other one byte.
-            text -= data.count(b"\\") + 2 * data.count(b"\\u")
-    return PromptSize(max(0, text), ids, tokens)
-
-
-def estimate_min_tokens(raw: msgspec.Raw) -> int:
-    """A low estimate of a prompt's tokens: exact for token ids, by length for text.
-
-    Images count as the fewest tokens that one of their size costs; their base64 does not count.
-    """
-    data = bytes(raw)
-    if data[:1] != b'"' and _are_token_ids(data):
-        return data.count(b",") + 1
-    size = len(data)
-    if data.find(b"\\") >= 0:
-        # An escaped character counts as one byte: it is rarely more than one token.
-        size -= 5 * data.count(b"\\u")
-    if len(data) <= SHORTEST_IMAGE or not _may_hold_media(data):
-        return int(size / BYTES_PER_TOKEN)
-    media = measure_media(data)
-    return int((size - media.base64_bytes) / BYTES_PER_TOKEN) + media.min_tokens
+            unicode_escapes = data.count(b"\\u")
+            text -= data.count(b"\\") + 2 * unicode_escapes
+        if raw is prompt:
+            # Here an escaped character counts as one byte: it is rarely more than one token.
+            least = int((size - 5 * unicode_escapes) / BYTES_PER_TOKEN) + media.min_tokens
+    return PromptSize(max(0, text), ids, tokens, least or ids)
 
 
 def _may_hold_media(data: bytes) -> bool:
@@ -402,15 +393,20 @@ class LargeBody:
             return b""
         return self._body[found.start : found.truncated_at or found.end] + found.truncated_suffix
 
-    def truncated_fields(self, names: Iterable[str]) -> bytes:
-        """A JSON object of the beginnings of these fields, as far as the body has them."""
-        found = ((name, self.truncated_field(name)) for name in names)
-        return _join_fields((name, value) for name, value in found if value)
+    def beginning(self, names: Iterable[str], most: int) -> tuple[bytes, int]:
+        """A JSON object of the beginnings of these fields; and how many bytes it leaves out.
 
-    def truncated_bytes(self, name: str) -> int:
-        """Bytes of a field that its `truncated_field` leaves out."""
-        found = self._field(name)
-        return found.end - found.truncated_at if found is not None and found.truncated_at else 0
+        A field after so many bytes is left out as a whole.
+        """
+        found: list[tuple[str, FieldBytes]] = []
+        left_out = 0
+        for name in names:
+            value = self.truncated_field(name) if most > 0 else b""
+            most -= len(value)
+            left_out += self.field_size(name) - len(value)
+            if value:
+                found.append((name, value))
+        return _join_fields(found), left_out
 
     def field_size(self, name: str) -> int:
         """Bytes of a field; 0 without it."""
@@ -425,30 +421,15 @@ class LargeBody:
 
     def measure_prompt(self, prompt_field: str | None) -> PromptSize:
         """As the function `measure_prompt` for a small body."""
-        ids, names = 0, _OTHER_PROMPT_PARTS
+        outline, media, size, least, ids = self.outline, self._media, 0, 0, 0
         if prompt_field is not None and prompt_field in PROMPT_FIELDS:
             ids = self.count_token_ids(prompt_field)
-            names = names if ids else (prompt_field, *names)
-        text = sum(self.field_size(name) for name in names)
-        text -= (
-            self._media.base64_bytes
-            + self.outline.escape_count
-            + 2 * self.outline.unicode_escape_count
-        )
-        return PromptSize(max(0, text), ids, self._media.tokens)
-
-    def estimate_min_tokens(self, prompt_field: str | None) -> int:
-        """As the function `estimate_min_tokens` for a small body."""
-        if prompt_field is None or prompt_field not in PROMPT_FIELDS:
-            return 0
-        if ids := self.count_token_ids(prompt_field):
-            return ids
-        size = (
-            self.field_size(prompt_field)
-            - 5 * self.outline.unicode_escape_count
-            - self._media.base64_bytes
-        )
-        return int(max(0, size) / BYTES_PER_TOKEN) + self._media.min_tokens
+            size = 0 if ids else self.field_size(prompt_field)
+            text = size - 5 * outline.unicode_escape_count - media.base64_bytes
+            least = ids or int(max(0, text) / BYTES_PER_TOKEN) + media.min_tokens
+        text = size + sum(self.field_size(name) for name in _OTHER_PROMPT_PARTS)
+        text -= media.base64_bytes + outline.escape_count + 2 * outline.unicode_escape_count
+        return PromptSize(max(0, text), ids, media.tokens, least)
 
     def find_links(self) -> list[Link]:
         """The URLs that a node might fetch; of long ones the beginning."""

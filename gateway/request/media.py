@@ -129,27 +129,6 @@ def _dimensions(head: bytes) -> tuple[int, int] | None:
     if head.startswith(b"BM") and len(head) >= 26:
         low = int.from_bytes(head[18:22], "little", signed=True)
         return low, abs(int.from_bytes(head[22:26], "little", signed=True))
-    if head.startswith(b"RIFF") and head[8:12] == b"WEBP" and len(head) >= 30:
-        return _webp_dimensions(head)
-    return None
-
-
-def _webp_dimensions(head: bytes) -> tuple[int, int] | None:
-    """For the three kinds of WebP: extended, lossless, lossy (RFC 9649)."""
-    kind = head[12:16]
-    if kind == b"VP8X":
-        return (
-            int.from_bytes(head[24:27], "little") + 1,
-            int.from_bytes(head[27:30], "little") + 1,
-        )
-    if kind == b"VP8L" and head[20] == 0x2F:
-        bits = int.from_bytes(head[21:25], "little")
-        return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
-    if kind == b"VP8 " and head[23:26] == b"\x9d\x01\x2a":
-        return (
-            int.from_bytes(head[26:28], "little") & 0x3FFF,
-            int.from_bytes(head[28:30], "little") & 0x3FFF,
-        )
     return None
 
 

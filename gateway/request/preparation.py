@@ -32,7 +32,6 @@ from gateway.request.body import (
     Body,
     ParsedBody,
     TimeSlicer,
-    estimate_min_tokens,
     has_edited_options,
     has_limited_options,
     is_slow_to_parse,
@@ -461,7 +460,7 @@ def read_in_steps(
     return replace_fields(request, lease_request=replace_fields(lease_request, size=size))
 
 
-def prepare(  # noqa: PLR0912 - each call costs
+def prepare(
     incoming: IncomingRequest, parsed: ParsedBody, priority: Priority, rules: RequestRules
 ) -> Request:
     """The request of a JSON body, ready to be sent to nodes. Raises: GatewayError.
@@ -481,11 +480,12 @@ def prepare(  # noqa: PLR0912 - each call costs
         if media.may_have_links(body):
             links, needs_vision = media.find_links(body)
             media.check_links(links, limits.media_hosts, prompt_field)
-        tokens = estimate_min_tokens(raw)
+        measured = measure_prompt(raw, parsed.tools, parsed.system, parsed.instructions)
     else:
         depth, needs_vision = body.outline.depth, body.outline.has_images
         media.check_links(body.find_links(), limits.media_hosts, prompt_field)
-        tokens = body.estimate_min_tokens(prompt_field)
+        measured = body.measure_prompt(prompt_field)
+    tokens = measured.min_tokens
     if route.api.refused_fields:
         request_limits.check_supported(parsed, route.api.refused_fields)
     if has_limited_options(parsed):
@@ -505,15 +505,11 @@ def prepare(  # noqa: PLR0912 - each call costs
     prompt_list = key = None
     if route.api.merger is not None:
         prompt_list = parse_prompt_list(incoming, parsed.prompt, priority, rules)
-    if isinstance(body, bytes):
-        measured = measure_prompt(raw, parsed.tools, parsed.system, parsed.instructions)
-        if len(body) >= SHORTEST_BODY:
-            scope = incoming.sender.cache.scope_of(incoming.id)
-            key = build_prompt_key(
-                body, route, choice.model, rules.volatile_lines, rules.keyed_hash, scope
-            )
-    else:
-        measured = body.measure_prompt(prompt_field)
+    if isinstance(body, bytes) and len(body) >= SHORTEST_BODY:
+        scope = incoming.sender.cache.scope_of(incoming.id)
+        key = build_prompt_key(
+            body, route, choice.model, rules.volatile_lines, rules.keyed_hash, scope
+        )
     stream = bool(parsed.stream)
     logprobs = not (parsed.n_probs is parsed.top_logprobs is None and parsed.logprobs is MISSING)
     return _new_request(
@@ -526,7 +522,7 @@ def prepare(  # noqa: PLR0912 - each call costs
             slots,
             True,
             tokens,
-            *measured,
+            *measured[:3],
             max_tokens=max_tokens,
             body_bytes=body_bytes,
             prompt_key=key,

@@ -129,8 +129,9 @@ def prompt_key_steps(
             yield from add_prompt(key, decoder.decode(body))
         else:
             names = decoder.type.__struct_fields__
-            yield from add_prompt(key, decoder.decode(body.truncated_fields(names)))
-            key.count(sum(map(body.truncated_bytes, names)))
+            beginning, left_out = body.beginning(names, MOST_BLOCKS * BLOCK_BYTES)
+            yield from add_prompt(key, decoder.decode(beginning))
+            key.count(left_out)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
     blocks = key.blocks

@@ -237,23 +237,17 @@ _NUMBER_OR_SWITCH = msgspec.json.Decoder(bool | int | float | None)
 
 def check_sampling(parsed: ParsedBody, limits: LimitSettings) -> None:
     """Check the sizes of options that a node repeats or searches. Raises: GatewayError 400."""
-    for name, setting in (
-        ("stop", "stop_bytes"),
-        ("stop_sequences", "stop_bytes"),
-        ("logit_bias", "logit_bias_bytes"),
-        ("response_fields", "logit_bias_bytes"),
+    for name, most, setting in (
+        ("stop", limits.stop_bytes, "stop_bytes"),
+        ("stop_sequences", limits.stop_bytes, "stop_bytes"),
+        ("logit_bias", limits.logit_bias_bytes, "logit_bias_bytes"),
+        ("response_fields", limits.logit_bias_bytes, "logit_bias_bytes"),
+        ("samplers", MOST_OPTION_BYTES, None),
+        ("dry_sequence_breakers", MOST_OPTION_BYTES, None),
     ):
-        most = getattr(limits, setting)
         if len(getattr(parsed, name)) > most:
-            raise errors.invalid_field(
-                name,
-                f"has more than {most} bytes. Shorten it, or ask the operator to raise "
-                f"'limits.{setting}'.",
-            )
-    for name in ("samplers", "dry_sequence_breakers"):
-        if len(getattr(parsed, name)) > MOST_OPTION_BYTES:
-            problem = f"has more than {MOST_OPTION_BYTES} bytes. Shorten it."
-            raise errors.invalid_field(name, problem)
+            remedy = f", or ask the operator to raise 'limits.{setting}'" if setting else ""
+            raise errors.invalid_field(name, f"has more than {most} bytes. Shorten it{remedy}.")
     samplers = VALUE_DECODER.decode(parsed.samplers) if parsed.samplers else ""
     if isinstance(samplers, str | list) and len(samplers) > MOST_SAMPLERS:
         problem = f"names more than {MOST_SAMPLERS} samplers. Name each once."

@@ -27,6 +27,7 @@ from gateway.edges.sockets import (
     Taken,
     ToEdge,
 )
+from gateway.http.exchange import ConnectionOrigin
 
 
 async def main(how: str, ours: socket.socket) -> None:
@@ -75,7 +76,8 @@ async def main(how: str, ours: socket.socket) -> None:
         channel.send(Ready())
     if how == "passes":
         one, other = socket.socketpair()
-        channel.send(PassedOn(("192.0.2.7", 4711), None, True), other, then_close=True)
+        origin = ConnectionOrigin(("192.0.2.7", 4711), None, tls=True)
+        channel.send(PassedOn(origin), other, then_close=True)
         one.send(b"a request")
         clients.add(one)
     await over.wait()

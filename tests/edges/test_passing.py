@@ -50,7 +50,7 @@ async def edge(folder: Path, **settings: Any) -> AsyncIterator[Edge]:
         def adopt(message: ToBrain, sock: socket.socket | None) -> None:
             assert isinstance(message, PassedOn)
             known(sock).setblocking(False)
-            listener.adopt(known(sock), message.origin())
+            listener.adopt(known(sock), message.origin)
 
         of_brain: SocketChannel[ToBrain] = SocketChannel(ours, ToBrain, adopt, lambda: None)
         of_edge: SocketChannel[ToEdge] = SocketChannel(

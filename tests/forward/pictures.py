@@ -25,17 +25,6 @@ def bmp(width: int, height: int) -> bytes:
     return b"BM" + bytes(12) + struct.pack("<Iii", 40, width, -height) + bytes(200)
 
 
-def webp(kind: bytes, width: int, height: int) -> bytes:
-    if kind == b"VP8X":
-        size = struct.pack("<I", width - 1)[:3] + struct.pack("<I", height - 1)[:3]
-        body = bytes(4) + size
-    elif kind == b"VP8L":
-        body = b"\x2f" + struct.pack("<I", (width - 1) | (height - 1) << 14)
-    else:
-        body = b"\x10\x20\x30\x9d\x01\x2a" + struct.pack("<HH", width, height)
-    return b"RIFF" + bytes(4) + b"WEBP" + kind + struct.pack("<I", len(body)) + body + bytes(200)
-
-
 def jpeg(width: int, height: int, before: int = 500, marker: int = 0xC2) -> bytes:
     """With so many bytes of EXIF and tables before its size."""
     app = b"\xff\xe1" + struct.pack(">H", before + 2) + bytes(before)

@@ -168,7 +168,7 @@ def test_without_an_attempt_nothing_is_known() -> None:
     assert waiting.prefill_status(1.0) is None
 
 
-# Estimates between two reports.
+# What its node has read of a prompt.
 
 
 @dataclass
@@ -177,63 +177,30 @@ class Reading:
 
     lease: GrantedLease
     request: SimpleNamespace
-    elapsed: float = 0.0
-    started_at: float = 0.0
     last_content_at: float | None = None
-    is_reading: bool = True
-
-    def clock(self) -> float:
-        return self.started_at + self.elapsed
-
-
-class Prefill:
-    """The prefill of one attempt, as its node tells it."""
-
-    def __init__(self, expected: float | None = None) -> None:
-        node = NodeInfo("a", "cpu", "llama.cpp", None, None, None, None, None, ())
-        lease = GrantedLease(1, node, "demo", "demo", True, ExpectedReading(0, expected, 60.0))
-        self.progress = PrefillProgress()
-        request = SimpleNamespace(lease_request=SimpleNamespace(size=SimpleNamespace(slots=1)))
-        api = SimpleNamespace(progress_fields={}, progress_replaces_event=False)
-        self.attempt = Reading(lease, request)
-        self.progress.begin_attempt(cast("Any", self.attempt), cast("Any", api), b"{}")
-
-    def tells(self, at: float, done: int, cached: int = 0) -> None:
-        """The node reports its progress."""
-        self.attempt.elapsed = at
-        figures = {"processed": done, "total": 1000, "cache": cached}
-        self.progress.strip_progress(event({"prompt_progress": figures}))
-
-    def read_at(self, elapsed: float) -> int | None:
-        """Tokens that were read by then."""
-        read = self.progress.read_by(cast("Any", self.attempt), elapsed)
-        return None if read is None else read[0]
 
 
 @each_case(
-    ("expected", "reports", "estimates"),
+    ("reports", "content", "read"),
     [
-        (1.0, [], {5.0: None}),
-        # Since the last report: up to a batch.
-        (1.0, [(1.0, 0), (3.0, 200), (5.0, 400)],
-         {5.0: 400, 5.5: 450, 6.5: 550, 7.0: 600, 60.0: 600}),
-        # Within the first batch the node's expected speed tells.
-        (8.0, [(1.0, 200, 200)], {1.0: 200, 3.0: 400, 60.0: 1000}),
-        (None, [(1.0, 100)], {60.0: 100}),  # no speed is known
-        (None, [(4.0, 0), (4.0, 256), (4.0, 512)], {5.0: 512}),  # reports that came at once
+        ([], False, None),
+        ([(0, 0)], False, None),
+        ([(200, 200)], False, None),  # all of it was cached
+        ([(200, 200), (400, 200)], False, (400, 200)),
+        ([(900, 0)], True, (1000, 0)),  # else there would be no content
     ],
-)  # fmt: skip
-def test_what_was_read_is_estimated_between_two_reports(
-    expected: float | None, reports: list[Any], estimates: dict[float, int | None]
+)
+def test_what_was_read_is_what_the_node_said_last(
+    reports: list[tuple[int, int]], content: bool, read: tuple[int, int] | None
 ) -> None:
-    prefill = Prefill(expected)
-    for report in reports:
-        prefill.tells(*report)
-    assert {at: prefill.read_at(at) for at in estimates} == estimates
-
-
-def test_the_whole_prompt_was_read_once_content_has_come() -> None:
-    prefill = Prefill()
-    prefill.tells(1.0, 900)
-    prefill.attempt.last_content_at = 2.0
-    assert prefill.read_at(2.0) == 1000
+    node = NodeInfo("a", "cpu", "llama.cpp", None, None, None, None, None, ())
+    lease = GrantedLease(1, node, "demo", "demo", True, ExpectedReading(0, None, 60.0))
+    request = SimpleNamespace(lease_request=SimpleNamespace(size=SimpleNamespace(slots=1)))
+    api = SimpleNamespace(progress_fields={}, progress_replaces_event=False)
+    attempt, progress = cast("Any", Reading(lease, request)), PrefillProgress()
+    progress.begin_attempt(attempt, cast("Any", api), b"{}")
+    for done, cached in reports:
+        figures = {"processed": done, "total": 1000, "cache": cached}
+        progress.strip_progress(event({"prompt_progress": figures}))
+    attempt.last_content_at = 2.0 if content else None
+    assert progress.read_by(attempt) == read

@@ -21,13 +21,15 @@ from gateway.request.media import (
     measure_media,
 )
 from tests.each_case import each_case
-from tests.forward.pictures import bmp, data_url, gif, jpeg, png, wav, webp
+from tests.forward.pictures import bmp, data_url, gif, jpeg, png, wav
 
 IMAGES = [
-    png(560, 280), gif(560, 280), bmp(560, 280), webp(b"VP8X", 560, 280), webp(b"VP8L", 560, 280),
-    webp(b"VP8 ", 560, 280), jpeg(560, 280), jpeg(560, 280, before=1),
+    png(560, 280), gif(560, 280), bmp(560, 280), jpeg(560, 280), jpeg(560, 280, before=1),
     jpeg(560, 280, before=60_000, marker=0xC0),
 ]  # fmt: skip
+
+
+WEBP = b"RIFF\xd0\0\0\0WEBPVP8 \xc8\0\0\0" + bytes(200)  # llama.cpp's server reads none
 
 
 def text_of(data: bytes) -> str:
@@ -113,7 +115,7 @@ def test_quoted_and_other_data_are_no_image(item: dict[str, Any]) -> None:
 
 @each_case(
     "data",
-    [bytes(3000), b"\xff\xd8\xff" + bytes(3000), b"<svg>" + 99 * b"x", png(0, 0), b"\x89PNG"],
+    [bytes(3000), b"\xff\xd8\xff" + bytes(3000), b"<svg>" + 99 * b"x", png(0, 0), b"\x89PNG", WEBP],
 )
 def test_an_image_of_unreadable_size_costs_a_usual_one(data: bytes) -> None:
     assert found(data_url(data)) == (len(text_of(data)), UNREADABLE_IMAGE_TOKENS, SURE_IMAGE_TOKENS)
