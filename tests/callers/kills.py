@@ -41,7 +41,7 @@ import yaml
 from sqlalchemy import Connection, select
 
 from gateway.callers.processes import LOST
-from gateway.forward.in_flight import DEFAULT_BATCH, PROGRESS_TOKENS
+from gateway.forward.in_flight import PROGRESS_TOKENS
 from gateway.local.server import claim_port, claimed_port
 from gateway.store.schema import open_requests, usage
 from tests.emulator import EmulatedNode
@@ -442,7 +442,8 @@ def compare_row(
         if one.kind == "prefill" and tally.attempts == 1:
             most = 2 * BATCH + round((LAST_SECOND + lag) * PREFILL_TPS)
             read = tally.read_tokens
-            found.compare("lost: prompt", read - prompt, most, why, least=-DEFAULT_BATCH)
+            least = 0 if read > 2 * BATCH else -one.prompt_tokens
+            found.compare("lost: prompt", read - prompt, most, why, least=least)
     elif one.complete:
         # A resumed stream counts its tokens once, however many nodes worked on it.
         made = tally.tokens if tally.attempts == 1 else one.tokens
@@ -461,11 +462,11 @@ def compare_row(
         estimate = abs(one.prompt_tokens - prompt)
         found.compare("cut: prompt", estimate, 0 if known else one.prompt_tokens // 2 + 8, why)
     elif tally.attempts == 1 and one.kind == "prefill":
-        # The node ends the batch, and one more if it sees too late that nobody listens. Of what
-        # it has read of a batch the gateway has an estimate. Before a report beyond the first
-        # batch it goes by the time and the speed that it has learnt, as for short prompts.
+        # The node ends the batch, and one more if it sees too late that nobody listens. Before a
+        # report beyond the first batch the gateway goes by the time and the speed that it has
+        # learnt, as for short prompts.
         most, read = 2 * BATCH + round((NOTICE_SECONDS + lag) * PREFILL_TPS), tally.read_tokens
-        least = -DEFAULT_BATCH if read > 2 * BATCH else -one.prompt_tokens
+        least = 0 if read > 2 * BATCH else -one.prompt_tokens
         found.compare("left in prefill, by progress", read - prompt, most, why, least=least)
     elif tally.attempts == 1:
         most = one.prompt_tokens
