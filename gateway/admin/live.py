@@ -557,37 +557,32 @@ class LiveFeed:
                 "history_columns": COLUMNS,
             }
             yield encode_event("hello", hello)
-            async with asyncio.timeout(FIRST_SECONDS):
-                seen = await self._first_frame(is_operator)
-            yield await seen.snapshot(is_operator=is_operator)
-            while time.monotonic() < until and not self._closed and not once:
-                published = self._published
-                if self._frame is seen:
-                    await published.wait()
-                frame = self._frame
-                if frame is None or frame is seen:
-                    continue
-                if not is_admitted():
+            seen: Frame | None = None
+            while seen is None or (time.monotonic() < until and not once):
+                async with asyncio.timeout(FIRST_SECONDS if seen is None else None):
+                    frame = await self._next(seen, needs_requests=is_operator)
+                if frame is None or not is_admitted():
                     return
-                follows, seen = frame.follows is seen.state, frame
-                if follows:
+                if seen is not None and frame.follows is seen.state:
                     yield frame.updates[is_operator]
                 else:
                     yield await frame.snapshot(is_operator=is_operator)
+                seen = frame
         finally:
             self._operators -= is_operator
 
-    async def _first_frame(self, is_operator: bool) -> Frame:  # noqa: FBT001
-        """A frame that has what this watcher may see."""
-        frame = self._frame
-        while frame is None or (is_operator and frame.state.requests is None):
-            published = self._published
-            self._wanted.set()
+    async def _next(self, seen: Frame | None, *, needs_requests: bool) -> Frame | None:
+        """The next frame behind `seen` that has what a watcher may see; None: it was the last."""
+        while not self._closed:
+            frame, published = self._frame, self._published
+            if not (
+                frame is None or frame is seen or (needs_requests and frame.state.requests is None)
+            ):
+                return frame
+            if seen is None:
+                self._wanted.set()
             await published.wait()
-            if self._closed:
-                raise asyncio.CancelledError
-            frame = self._frame
-        return frame
+        return None
 
 
 def live_feed(gateway: GatewayControl, drain_deadlines: DrainDeadlines) -> LiveFeed:

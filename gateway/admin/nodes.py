@@ -54,28 +54,25 @@ class DrainDeadlines:
     """At most one drain deadline for each node. Owns timers: `close` must be called."""
 
     registry: InFlightRegistry
-    _timers: dict[str, tuple[asyncio.Handle, float]] = field(default_factory=dict)
-    """With the loop's time at which each is due: uvloop's timer of 0 seconds does not tell it."""
+    _timers: dict[str, asyncio.TimerHandle] = field(default_factory=dict)
 
     def set(self, name: str, seconds: float) -> None:
         """Evict the node's requests in so many seconds; replaces an earlier deadline."""
         self.cancel(name)
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(seconds, self._on_deadline, name)
-        self._timers[name] = timer, loop.time() + seconds
+        # uvloop's timer of 0 seconds does not tell when it is due.
+        delay = max(seconds, 0.001)
+        self._timers[name] = asyncio.get_running_loop().call_later(delay, self._on_deadline, name)
 
     def cancel(self, name: str) -> None:
         """Remove the node's deadline: its requests may end by themselves."""
         timer = self._timers.pop(name, None)
         if timer is not None:
-            timer[0].cancel()
+            timer.cancel()
 
     def seconds_left(self, name: str) -> float | None:
         """Seconds until the node's deadline; None: it has none."""
-        timer = self._timers.get(name)
-        if timer is None:
-            return None
-        return max(0.0, timer[1] - asyncio.get_running_loop().time())
+        timer, now = self._timers.get(name), asyncio.get_running_loop().time()
+        return None if timer is None else max(0.0, timer.when() - now)
 
     def close(self) -> None:
         """Remove all deadlines."""

@@ -82,7 +82,6 @@ class _Chat:
         self._in_flight: InFlightRequest | None = None
         self._forwarding: asyncio.Task[ClientResponse] | None = None
         self._response: ClientResponse | None = None
-        self._closed = False
         if handler.tracing is not None and handler.tracing.active:
             handler.tracing.begin(self._id, self._record, [], self._received_at)
 
@@ -197,9 +196,6 @@ class _Chat:
 
     async def close(self) -> None:
         """Release everything, whether it has ended or its page has left."""
-        if self._closed:
-            return
-        self._closed = True
         handler, record = self._handler, self._record
         try:
             forwarding, response = self._forwarding, self._response

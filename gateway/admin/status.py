@@ -12,7 +12,7 @@ import asyncio
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
@@ -463,7 +463,7 @@ class NodeMetricsEndpoint:
         return {
             name: result
             for name, result in zip(tasks, results, strict=True)
-            if isinstance(result, NodeFamilies)
+            if isinstance(result, dict)
         }
 
 
@@ -487,46 +487,40 @@ _LINE = re.compile(
 _TYPES = frozenset({"counter", "gauge"})
 
 
-@dataclass(slots=True)
-class NodeFamilies:
-    """The samples of one node: a value by family, with the families' types and descriptions."""
-
-    values: dict[str, float] = field(default_factory=dict)
-    types: dict[str, str] = field(default_factory=dict)
-    helps: dict[str, str] = field(default_factory=dict)
+# By the name of a family: a node's value, the family's type and its description.
+NodeFamilies = dict[str, tuple[float, str, str]]
 
 
 def read_node_metrics(text: bytes) -> NodeFamilies | None:
     """What may be shown of a node's page; None: it is no page of llama.cpp's metrics."""
-    families = NodeFamilies()
+    values: dict[str, float] = {}
+    types: dict[str, str] = {}
+    helps: dict[str, str] = {}
     for line in _LINE.finditer(text):
         if line["name"] is not None:
-            families.values.setdefault(line["name"].decode(), float(line["value"]))
-            if len(families.values) >= MOST_SAMPLES:
+            values.setdefault(line["name"].decode(), float(line["value"]))
+            if len(values) >= MOST_SAMPLES:
                 break
             continue
         name, words = line["named"].decode(), line["text"].decode("utf-8", "replace").strip()
         if line["kind"] == b"HELP":
-            families.helps[name] = re.sub(r"[^ -~]|\\", " ", words)[:LONGEST_HELP]
+            helps[name] = re.sub(r"[^ -~]|\\", " ", words)[:LONGEST_HELP]
         elif words in _TYPES:
-            families.types[name] = words
-    return families if families.values else None
+            types[name] = words
+    return {
+        name: (value, types.get(name, "untyped"), helps.get(name) or "Of llama.cpp's server.")
+        for name, value in values.items()
+    } or None
 
 
 def add_node_metrics(page: MetricsPage, nodes: Mapping[str, NodeFamilies]) -> None:
     """Add the families of all nodes to a page, each family once."""
-    names: dict[str, tuple[str, str]] = {}
-    for families in nodes.values():
-        for name in families.values:
-            if name not in names and len(names) < MOST_FAMILIES:
-                kind = families.types.get(name, "untyped")
-                names[name] = kind, families.helps.get(name) or "Of llama.cpp's server."
-    for name, (kind, text) in names.items():
-        page.family(name, _samples(name, nodes.items()), kind, text)
-
-
-def _samples(name: str, nodes: Iterable[tuple[str, NodeFamilies]]) -> Iterator[tuple[str, float]]:
-    for node, families in nodes:
-        value = families.values.get(name)
-        if value is not None:
-            yield labels(node=node), value
+    by_family: dict[str, NodeFamilies] = {}  # here by the names of nodes
+    for node, families in nodes.items():
+        for name, sample in families.items():
+            if name in by_family or len(by_family) < MOST_FAMILIES:
+                by_family.setdefault(name, {})[node] = sample
+    for name, samples in by_family.items():
+        _, kind, text = next(iter(samples.values()))
+        values = [(labels(node=node), value) for node, (value, _, _) in samples.items()]
+        page.family(name, values, kind, text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import ipaddress
 import math
@@ -210,12 +211,9 @@ def existing_file(value: object, info: ValidationInfo) -> object:
 
     Where no file names it (settings built in code), the path stays as it is.
     """
-    if not isinstance(value, (str, Path)) or not str(value) or "\0" in str(value):
-        raise validation_error("must be the path of a file")
-    folder = (info.context or {}).get("folder")
+    path, folder = _resolved(value, info)
     if folder is None:
-        return Path(value)
-    path = Path(folder) / value
+        return path
     try:
         found = path.exists() and not path.is_dir()
     except OSError:
@@ -229,19 +227,21 @@ def existing_file(value: object, info: ValidationInfo) -> object:
     return path
 
 
+def _resolved(value: object, info: ValidationInfo) -> tuple[Path, Path | None]:
+    """A path against the folder of the file that names it, and that folder; None: no file does."""
+    if not isinstance(value, (str, Path)) or not str(value) or "\0" in str(value):
+        raise validation_error("must be a path")
+    folder = (info.context or {}).get("folder")
+    return (Path(value), None) if folder is None else (Path(folder) / value, Path(folder))
+
+
 def _folder(value: object, info: ValidationInfo) -> object:
     """Resolve a path against the folder of the file that names it; it need not exist."""
-    if not isinstance(value, (str, Path)) or not str(value) or "\0" in str(value):
-        raise validation_error("must be the path of a folder")
-    folder = (info.context or {}).get("folder")
-    path = Path(value) if folder is None else Path(folder).absolute() / value
-    try:
-        is_other = path.exists() and not path.is_dir()
-    except OSError:
-        is_other = False
-    if is_other:
-        raise validation_error("is a file", "name a folder; it is made where there is none")
-    return path
+    path, folder = _resolved(value, info)
+    with contextlib.suppress(OSError):
+        if path.exists() and not path.is_dir():
+            raise validation_error("is a file", "name a folder; it is made where there is none")
+    return path if folder is None else path.absolute()
 
 
 def _network(value: object) -> object:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import re
-import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -492,10 +492,7 @@ def _shared_addresses(
         if not spec.enabled:
             continue
         models = repr(spec.models) if spec.kind == "openai" else ""
-        places = [(one, spec.api_key, models) for one in _one_address(spec.url)]
-        other = next((first[one] for one in places if one in first), spec.name)
-        for one in places:
-            first.setdefault(one, spec.name)
+        other = first.setdefault((_server_of(spec.url), spec.api_key, models), spec.name)
         if other != spec.name:
             place = entry.tree.entries["url"] if isinstance(entry.tree, YamlMapping) else entry
             yield Problem(
@@ -507,32 +504,19 @@ def _shared_addresses(
             )
 
 
-def _one_address(url: str) -> Iterator[str]:
-    """The spellings of an address to which others of the same server come down.
+def _server_of(url: str) -> tuple[str, int, str]:
+    """Host, port and path of an address, alike for the spellings that lead to one server.
 
-    Names are not looked up: only `localhost` is known to be both loopback addresses.
+    Names are not looked up: only `localhost` is taken for a loopback address.
     """
     parts = urlsplit(url)
     host = (parts.hostname or "").rstrip(".")
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    hosts = ["127.0.0.1", "::1"] if host == "localhost" else [_ip_address(host)]
-    for one in hosts:
-        yield f"{one} {port} {parts.path}"
-
-
-def _ip_address(host: str) -> str:
-    """An IP address in its usual spelling; the host as it is, if it is a name."""
-    try:
+    with contextlib.suppress(ValueError):
         address = ipaddress.ip_address(host)
-    except ValueError:
-        try:
-            # `127.1` and the like, as the system's resolver reads them.
-            return socket.inet_ntoa(socket.inet_aton(host)) if host[:1].isdigit() else host
-        except OSError:
-            return host
-    mapped = getattr(address, "ipv4_mapped", None) or address
+        host = str(getattr(address, "ipv4_mapped", None) or address)
     # To connect to every address is to connect to this machine.
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(mapped), str(mapped))
+    host = {"localhost": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return host, parts.port or (443 if parts.scheme == "https" else 80), parts.path
 
 
 def _text_entry(value: str) -> YamlEntry:

@@ -395,8 +395,6 @@ _LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?")
 _NUMERIC_LABEL = re.compile(r"[0-9]+|0x[0-9a-f]*")
 """As the last label it makes a host an IPv4 address, for libc too: `127.1`, `0x7f.1`."""
 
-_PORT = re.compile(r"[1-9][0-9]{0,4}")
-
 _PATH = re.compile(r"(?:/(?:[A-Za-z0-9._~!$&'()*+,=:@-]|%[0-9A-Fa-f]{2})*)*")
 
 _QUERY = re.compile(r"\?(?:[A-Za-z0-9._~!$&'()*+,;=:@/?-]|%[0-9A-Fa-f]{2})*")
@@ -472,32 +470,17 @@ class WebhookUrl:
 
 
 def _host_and_port(place: str, default_port: int) -> tuple[str, int]:
-    if place.startswith("["):
-        end = place.find("]")
-        host, rest = place[1:end], place[end + 1 :]
-        if end < 0 or (rest and not rest.startswith(":")):
-            raise ValueError("has no valid host")
-        host = _ipv6(host)
-        port_text = rest.removeprefix(":") if rest else None
-    else:
-        name, colon, port = place.partition(":")
-        host, port_text = _name(name.lower()), port if colon else None
-    if port_text is None:
-        return host, default_port
-    if not _PORT.fullmatch(port_text) or int(port_text) > 65535:
-        raise ValueError("has no valid port")
-    return host, int(port_text)
-
-
-def _ipv6(text: str) -> str:
-    # A zone (`fe80::1%eth0`) belongs to one machine, and is none of a URL's.
     try:
-        address = None if "%" in text else ipaddress.IPv6Address(text)
+        parts = urlsplit(f"//{place}")
+        host, port = parts.hostname or "", parts.port or default_port
+        written = f"[{host}]" if ":" in host else host
+        host = str(ipaddress.IPv6Address(host)) if ":" in host else host
     except ValueError:
-        address = None
-    if address is None:
-        raise ValueError("has no valid host")
-    return str(address)
+        raise ValueError("has no valid host or port") from None
+    # No zone (`fe80::1%eth0`), which belongs to one machine; no empty port, and no zeros before it.
+    if "%" in place or place.lower() not in {written, f"{written}:{port}"}:
+        raise ValueError("has no valid host or port")
+    return host if ":" in host else _name(host), port
 
 
 def _name(text: str) -> str:

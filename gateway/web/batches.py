@@ -28,7 +28,7 @@ from gateway.stored.waits import BatchWait
 from gateway.stored.webhooks import WebhookTargets
 from gateway.terms import Caller
 from gateway.web.asgi import JsonResponse, listed, page_limit, read_fields
-from gateway.web.files import LONGEST_EXPIRY, SHORTEST_EXPIRY, ContentResponse, content_headers
+from gateway.web.files import ContentResponse, Expiry, content_headers
 
 CREATE_BYTES = 64 * 1024  # most bytes of a request for a batch
 OPENAI = "openai"  # the API whose batches these are
@@ -50,11 +50,6 @@ class BatchFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     webhook_url: Any = None
 
 
-class _Expiry(msgspec.Struct, forbid_unknown_fields=True):
-    anchor: Literal["created_at"]
-    seconds: Annotated[int, msgspec.Meta(ge=SHORTEST_EXPIRY, le=LONGEST_EXPIRY)]
-
-
 class _NewBatchFields(BatchFields, kw_only=True):
     input_file_id: Annotated[str, _text(256)]
     endpoint: Annotated[str, _text(256)]
@@ -69,7 +64,7 @@ class _NewBatchFields(BatchFields, kw_only=True):
         ]
         | None
     ) = None
-    output_expires_after: _Expiry | None = None
+    output_expires_after: Expiry | None = None
 
 
 FieldsT = TypeVar("FieldsT", bound=BatchFields)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 from urllib.parse import quote
 
 import msgspec
@@ -38,10 +37,7 @@ from gateway.terms import Headers
 from gateway.web.asgi import JsonResponse, listed, page_limit, page_order
 
 UPLOAD_PURPOSES = ("batch", "user_data")  # what callers may upload files for
-# Seconds that `expires_after` may name, as OpenAI's API has it.
-SHORTEST_EXPIRY, LONGEST_EXPIRY = 3600, 30 * 86400
 LONGEST_PAGE = 10_000  # files of a page at most, as OpenAI's API has it, and without a `limit`
-_DIGITS = re.compile(r"[0-9]{1,9}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,26 +177,22 @@ def _purpose(form: UploadForm) -> str:
     return purpose
 
 
+class Expiry(msgspec.Struct, forbid_unknown_fields=True):
+    """For how long a file is to be kept, as OpenAI's API has it."""
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, msgspec.Meta(ge=3600, le=30 * 86400)]
+
+
 def _expiry(form: UploadForm) -> float | None:
     """Seconds of `expires_after`; None: it is not there."""
-    anchor = form.values.get("expires_after[anchor]")
-    seconds = form.values.get("expires_after[seconds]")
-    if anchor is None and seconds is None:
-        return None
-    if anchor != "created_at":
-        raise errors.invalid_request(
-            "'expires_after[anchor]' must be 'created_at'.", "expires_after"
-        )
-    if (
-        seconds is None
-        or _DIGITS.fullmatch(seconds) is None
-        or not SHORTEST_EXPIRY <= int(seconds) <= LONGEST_EXPIRY
-    ):
-        raise errors.invalid_request(
-            f"'expires_after[seconds]' must be {SHORTEST_EXPIRY} to {LONGEST_EXPIRY}.",
-            "expires_after",
-        )
-    return float(seconds)
+    names = {name: f"expires_after[{name}]" for name in ("anchor", "seconds")}
+    given = {name: form.values[field] for name, field in names.items() if field in form.values}
+    try:
+        return float(msgspec.convert(given, Expiry, strict=False).seconds) if given else None
+    except msgspec.ValidationError as error:
+        problem = errors.truncate_echo(str(error))
+        raise errors.invalid_field("expires_after", f"is wrong: {problem}.") from None
 
 
 LONGEST_VALUE = 4 * 1024  # bytes of a field that is no file

