@@ -70,7 +70,7 @@ async def test_it_is_served_only_while_the_settings_say_so(tmp_path: Path) -> No
         off = await statuses()
         assert set(off) == {404}
         found = await chat(running)
-        assert "Use /v1/chat/completions" in found.json()["error"]
+        assert "the setting 'ollama' turns it on. Served are" in found.json()["error"]
         running.write_settings(ON)
         await running.gateway.reload()
         assert set(await statuses()) == {200}
