@@ -25,7 +25,7 @@ import msgspec
 from gateway.api import sse
 from gateway.api.json_values import JSON_ERRORS, InvalidJson, JsonObject, parse_object
 
-MOST_RAW_BYTES = 24 * 1024  # bytes of events that are kept unparsed: about 100 tokens
+MOST_RAW_BYTES = 32 * 1024  # bytes of events that are kept unparsed: about 150 tokens
 # Chunks that are kept unparsed. A slow stream sends one token per chunk and stays open for long;
 # thousands of them must take little memory. A fast stream sends fewer, larger chunks.
 MOST_RAW_CHUNKS = 64

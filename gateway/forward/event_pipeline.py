@@ -42,7 +42,7 @@ class WriteToClient(Protocol):
 EventFilter = Callable[[bytes], bytes]
 # No chunk that comes to `pass_chunk` begins with these bytes: it is shorter.
 NO_EVENT = b"\n" * MOST_PASSED_BYTES
-MOST_PASSED = 96  # events that pass before all stages know of them: telling them costs five chunks
+MOST_PASSED = 64  # events that pass before all stages know of them: telling them costs five chunks
 # Bytes of a stream's end that are read for `usage`; an event that reaches further back counts
 # whole.
 STREAM_TAIL_BYTES = 4 * 1024
