@@ -613,8 +613,9 @@ class NodePromptCache:
             if loaded is not None or spared < SLOT_KEPT_SHARE * slot.tokens:
                 self.copy_to_host(slot)
             self.leave_slot(slot)
-        for held in self.slot_prompts:
-            self.copy_to_host(held)  # llama.cpp copies those of idle slots when work begins.
+        if self.host_capacity > 0.0:
+            for held in self.slot_prompts:
+                self.copy_to_host(held)  # llama.cpp copies those of idle slots when work begins.
         self.running[id(match.prompt)] = running
 
     def learn(self, running: RunningPrompt, cached: float) -> None:

@@ -311,21 +311,32 @@ def sample_from_clock(
     prompt_tokens: float, cached_tokens: float, completion_tokens: float, seen: ObservedTiming
 ) -> SpeedSample:
     """The sample of an endpoint without timings: what the gateway saw, its queue included."""
-    uncached, ttft, duration = prompt_tokens - cached_tokens, seen.ttft, 1000 * seen.duration
-    known = 0 <= prompt_tokens <= MOST_REQUEST_TOKENS and cached_tokens >= 0
-    if not (known and completion_tokens >= 0 and _is_sane(seen)):
+    if not (
+        _is_sane(seen)
+        and 0 <= prompt_tokens <= MOST_REQUEST_TOKENS
+        and 0 <= cached_tokens <= MOST_REQUEST_TOKENS
+        and 0 <= completion_tokens <= MOST_REQUEST_TOKENS
+    ):
         return SpeedSample()
-    timings: dict[str, object] = {"prompt_n": uncached, "prompt_ms": duration}
+    duration, ttft, uncached = seen.duration, seen.ttft, prompt_tokens - cached_tokens
+    prefill = decode = None
     if ttft is not None:
-        timings["prompt_ms"] = 1000 * ttft
-        timings |= {"predicted_n": completion_tokens - 1, "predicted_ms": duration - 1000 * ttft}
-    elif completion_tokens >= LEAST_SAMPLE_TOKENS:
-        timings = {"predicted_n": completion_tokens, "predicted_ms": duration}
-    sample = sample_from_timings(timings, seen)
-    if ttft is None and sample.decode is not None:
-        sample.decode.shared_by(2)  # It includes the prefill, for an unknown time.
-    sample.context_tokens = prompt_tokens
-    return sample
+        prefill = _token_time(uncached, ttft)
+        decode = _token_time(completion_tokens - 1, duration - ttft)
+    else:
+        # It includes the prefill, for an unknown time.
+        if completion_tokens:
+            decode = _token_time(completion_tokens, duration)
+        if decode is not None:
+            decode.shared_by(2)
+        else:
+            prefill = _token_time(uncached, duration)
+    if prefill is not None and seen.mean_prefills > 1.0:
+        prefill.shared_by(seen.mean_prefills)
+    if decode is not None:
+        decode.allow_stalls(seen.stalled_seconds)
+    busy = seen.busy_slots if seen.busy_slots > 1.0 else 1.0  # noqa: FURB136 - as above
+    return SpeedSample(prefill, decode, busy, prompt_tokens)
 
 
 def _token_time(tokens: float, seconds: float) -> TokenTime | None:
