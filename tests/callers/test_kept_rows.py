@@ -136,7 +136,8 @@ async def test_rows_of_a_process_that_was_killed_without_a_store_are_booked_by_t
         async with running(killed):
             for number in range(3):
                 killed.add(a_row(f"r{number}"))
-            await until((folder / "p1.0.rows").exists)
+            # They are written by one write, behind the file's creation.
+            await until(lambda: [*folder.glob("*.rows")] and rows_in(folder / "p1.0.rows"))
         assert killed.kept is not None
         killed.kept.close()
         following = world.ledger(kept=KeptRows(folder, "p2.0"))
