@@ -219,7 +219,8 @@ async def test_problems_leave_room_for_the_nodes_on_a_low_screen(tmp_path: Path)
         # Its head and some rows.
         await until(pilot, lambda: table.region.height >= 4)
         assert table.region.bottom <= 10
-        assert "critical" in drawn(app.query_one("#problems-above"))
+        # The problems have a place of their own as soon as some are known, and are drawn later.
+        await until(pilot, lambda: "critical" in drawn(app.query_one("#problems-above")))
         for columns, lines, least in ((80, 24, 8), (200, 50, 30), (40, 10, 4)):
             await pilot.resize_terminal(columns, lines)
             await until(pilot, lambda: app.size == (columns, lines))  # noqa: B023 - awaited here
