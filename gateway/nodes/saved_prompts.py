@@ -6,23 +6,31 @@ folder and nothing is deleted, so each model has a fixed name for each slot, ove
 
 A server takes any file of the right shape. That of other weights is taken too, and gives wrong text
 then. So a file is restored only if build and arguments, the model's file among them, are those with
-which it was saved; if it has as many tokens and bytes; and if a canary gives what it gave before: a
-text of ours, whose cache is saved and restored like the others and continued from there. What
-differs is erased.
+which it was saved; if it has as many tokens and bytes, and the same digest where the folder can be
+read here; and if a canary gives what it gave before: a text of ours, whose cache is saved and
+restored like the others and continued from there. What differs is erased.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
+import os
+import stat
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from http import HTTPStatus
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from gateway.callers.callers import is_loopback
+from gateway.config.inventory import url_host
 from gateway.events import PromptsKept
 from gateway.nodes.health import ProbeResponse, fetch
 from gateway.nodes.node import Node
@@ -57,6 +65,7 @@ class SavedFile(msgspec.Struct, frozen=True, array_like=True):
 
     tokens: _Count
     size: _Count  # bytes
+    digest: bytes | None  # None: its folder can't be read here
 
 
 class Canary(msgspec.Struct, frozen=True, array_like=True):
@@ -305,6 +314,7 @@ class _Completion(msgspec.Struct):
 
 
 T = TypeVar("T")
+_TOO_SLOW = "no time is left to read a file"
 
 
 def _read(body: bytes, kind: type[T]) -> T:
@@ -382,10 +392,46 @@ class _Calls:
         """Save a slot, or the canary's."""
         name = file_name(self.node, slot)
         moved = _read(await self.act("save", slot, filename=name), _Moved)
-        return SavedFile(moved.n_saved, moved.n_written)
+        size = moved.n_written
+        return SavedFile(moved.n_saved, size, await self._digest(name, size))
 
     async def restore(self, slot: int | None, file: SavedFile | None) -> None:
         """Restore a slot, or the canary's, from its file."""
-        moved = _read(await self.act("restore", slot, filename=file_name(self.node, slot)), _Moved)
-        if SavedFile(moved.n_restored, moved.n_read) != file:
+        name = file_name(self.node, slot)
+        if file is None or file.digest not in {None, await self._digest(name, file.size)}:
+            raise _Wrong("a file's bytes are not those that were saved", "mismatch")
+        moved = _read(await self.act("restore", slot, filename=name), _Moved)
+        if (moved.n_restored, moved.n_read) != (file.tokens, file.size):
             raise _Wrong("a file has other tokens than those that were saved", "mismatch")
+
+    async def _digest(self, name: str, size: int) -> bytes | None:
+        """A digest of a file of so many bytes; None: it can't be read here."""
+        folder = Path(dict(pairwise(self.args)).get("--slot-save-path", ""))
+        if not folder.is_absolute() or not is_loopback(url_host(self.node.spec.url)):
+            return None
+        left = max(0.0, self.end - self.node.clock())
+        reading = asyncio.to_thread(_file_digest, folder / name, size, time.monotonic() + left)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(left):
+                return await reading
+        raise _Wrong(_TOO_SLOW)
+
+
+def _file_digest(path: Path, size: int, until: float) -> bytes | None:
+    """A digest of a file of so many bytes; None: it is none. Raises: _Wrong after `until`."""
+    digest, left = blake2b(digest_size=16), size
+    try:
+        # Neither what a link leads to, nor a pipe, which is opened only when it is written to.
+        opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(opened, "rb") as file:  # noqa: PTH123 - a descriptor
+            found = os.fstat(opened)
+            if not stat.S_ISREG(found.st_mode) or found.st_size != size:
+                return None
+            while left > 0 and (part := file.read(min(left, 1 << 20))):
+                if time.monotonic() > until:
+                    raise _Wrong(_TOO_SLOW)
+                digest.update(part)
+                left -= len(part)
+    except (OSError, ValueError):
+        return None
+    return digest.digest()

@@ -593,8 +593,8 @@ async def test_prompts_are_forgotten_where_the_settings_say_so(file: Path) -> No
 async def test_the_files_of_saved_prompts_are_known_after_a_restart(place: Path | Store) -> None:
     one = SavedPrompt(
         b"server",
-        Canary((7, 8), (-0.5, -0.25), SavedFile(20, 4096)),
-        SavedFile(99, 4096),
+        Canary((7, 8), (-0.5, -0.25), SavedFile(20, 4096, b"digest")),
+        SavedFile(99, 4096, None),
         KeptPrompt(b"12345678", 90, 10, ends_on_block=True),
         "",
     )

@@ -58,7 +58,7 @@ RANK: Any = {"model": "demo", "query": "a", "documents": ["b"]}
     ("ask", "status", "code", "message"),
     [
         (lambda one: one.models.retrieve("nobody"), 404, "model_not_found", "'nobody'"),
-        (lambda one: one.images.generate(prompt="a"), 404, "not_found", "Images are not made"),
+        (lambda one: one.images.generate(prompt="a"), 404, "not_found", "There is nothing at"),
         (lambda one: one.chat.completions.create(**CHAT, extra_headers={"X-Priority": "best"}),
          400, "invalid_request", "'best'"),
         (lambda one: one.chat.completions.create(**CHAT | {"max_tokens": "many"}),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,7 +16,9 @@ import httpx
 import msgspec
 import pytest
 
+from gateway.nodes import saved_prompts
 from gateway.nodes.prompt_cache import FleetPromptCache, KeptPrompt
+from gateway.nodes.router import ModelLoad, read_list
 from gateway.nodes.saved_prompts import (
     MOST_KEPT,
     MOST_RESTORE,
@@ -222,7 +226,7 @@ def test_no_two_routers_share_a_file_in_one_folder() -> None:
 
 def test_a_record_is_kept_as_far_as_it_agrees_and_its_caller_is_there() -> None:
     saved = SavedPrompts(FleetPromptCache(), lambda _: None, lambda _: None)
-    file, canary = SavedFile(99, 4096), Canary((7, 8), (-0.5, -0.25))
+    file, canary = SavedFile(99, 4096, b"digest"), Canary((7, 8), (-0.5, -0.25))
     prompts = KeptPrompt(b"12345678", 90, 10, ends_on_block=True)
     one = SavedPrompt(b"server", canary, file, prompts, "")
     saved.add("a.0", one)
@@ -249,13 +253,39 @@ def test_a_record_is_kept_as_far_as_it_agrees_and_its_caller_is_there() -> None:
 def test_records_are_bounded_and_those_saved_first_go_first() -> None:
     saved = SavedPrompts(FleetPromptCache(), lambda _: None, lambda _: None)
     canary, prompts = Canary((7,), (-0.5,)), KeptPrompt(b"12345678", 90, 10, ends_on_block=True)
-    one = SavedPrompt(b"server", canary, SavedFile(99, 4096), prompts, "")
+    one = SavedPrompt(b"server", canary, SavedFile(99, 4096, None), prompts, "")
     for number in range(MOST_KEPT // MOST_SAVED + 3):
         for slot in range(MOST_SAVED):
             assert saved.add(f"{number}.{slot}", one)
     keys = [key for key, _ in saved.export()]
     assert len(keys) == MOST_KEPT
     assert (keys[0], keys[-1]) == ("3.0", f"{MOST_KEPT // MOST_SAVED + 2}.{MOST_SAVED - 1}")
+
+
+async def test_only_a_file_is_read_for_a_digest_and_not_for_longer_than_there_is_time(
+    tmp_path: Path,
+) -> None:
+    file, pipe, link = tmp_path / "file", tmp_path / "pipe", tmp_path / "link"
+    file.write_bytes(b"saved")
+    os.mkfifo(pipe)
+    link.symlink_to(file)
+    node = a_node(url="http://127.0.0.1:1")
+    listed = {"id": "m", "status": {"args": ["--slot-save-path", str(tmp_path)]}}
+    [model] = read_list({"data": [listed]})
+    node.load = ModelLoad(listed=model)
+    began = time.monotonic()
+
+    async def digest(name: str, size: int, seconds: float = 10.0) -> bytes | None:
+        return await saved_prompts._Calls(node, node.clock() + seconds)._digest(name, size)
+
+    found = await digest("file", 5)
+    assert found is not None
+    assert [await digest(name, 5) for name in ("pipe", "link", "none")] == [None] * 3
+    assert await digest("file", 6) is None
+    os.truncate(file, 1 << 42)
+    with pytest.raises(saved_prompts._Wrong, match="no time is left to read a file"):
+        await digest("file", 1 << 42, 0.1)
+    assert time.monotonic() - began < 5
 
 
 def test_a_canary_agrees_with_itself_alone() -> None:
