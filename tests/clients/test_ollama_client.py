@@ -268,7 +268,7 @@ async def test_javascript_errors(script: Path, site: Site) -> None:
         "option": ("ResponseError", 400),
         "endpoint": ("ResponseError", 501),
     }
-    assert found["option"]["message"] == "'options.temperature': Expected `float | null`, got `str`."
+    assert found["option"]["message"].startswith("'options.temperature': Expected `float")
 
 
 async def test_javascript_sees_a_node_die_in_mid_stream(script: Path, tmp_path: Path) -> None:
