@@ -90,7 +90,7 @@ KILLED = Sign(
 )  # fmt: skip
 SWAPPED = Sign(
     "model swapped", "drift:cpu-b",
-    ("cpu-b serves another model", "the server serves tiny", "nodes.yaml", "llama-gateway check"),
+    ("cpu-b differs from the inventory", "serves tiny", "nodes.yaml", "llama-gateway check"),
     "LlamaNodeDiffers", {"node": "cpu-b"},
 )  # fmt: skip
 QUEUE = Sign(
