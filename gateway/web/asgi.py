@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 from urllib.parse import unquote
 
 import anyio._backends._asyncio  # noqa: F401 - Starlette would on the event loop: 13 ms
@@ -48,6 +48,19 @@ async def large_json(make: Callable[[], object]) -> Response:
     """The value that `make` returns as JSON; both are made beside the event loop."""
     content = await asyncio.to_thread(lambda: msgspec.json.encode(make()))
     return Response(content, media_type=JsonResponse.media_type)
+
+
+Metadata = Annotated[
+    dict[Annotated[str, msgspec.Meta(max_length=64)], Annotated[str, msgspec.Meta(max_length=512)]],
+    msgspec.Meta(max_length=16),
+]
+"""The pairs that a caller may give to a batch or a response, bounded as in OpenAI's API."""
+
+
+def named_field(problem: str) -> str | None:
+    """The field of a body that msgspec names as wrong, or as missing."""
+    place = re.search(r"\$\.(\w+)", problem) or re.search(r"required field `(\w+)`", problem)
+    return None if place is None else place[1]
 
 
 STEP_SECONDS = 0.002  # seconds after which a step lets other work run

@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 from starlette.requests import Request as HttpRequest
@@ -49,7 +49,14 @@ from gateway.stored.response_log import LogBroken
 from gateway.stored.webhooks import WebhookTargets
 from gateway.terms import Headers
 from gateway.transport.eager_task import ensure_task
-from gateway.web.asgi import JsonResponse, error_response, page_limit, page_order
+from gateway.web.asgi import (
+    JsonResponse,
+    Metadata,
+    error_response,
+    named_field,
+    page_limit,
+    page_order,
+)
 
 RESPONSES_PATH = "/v1/responses"
 
@@ -88,17 +95,7 @@ class StoreOptions(msgspec.Struct):
     conversation: msgspec.Raw | None = None
     background_options: _BackgroundOptions | None = None
     webhook_url: object = None  # not checked yet
-    # Its bounds are those of OpenAI's API.
-    metadata: (
-        Annotated[
-            dict[
-                Annotated[str, msgspec.Meta(max_length=64)],
-                Annotated[str, msgspec.Meta(max_length=512)],
-            ],
-            msgspec.Meta(max_length=16),
-        ]
-        | None
-    ) = None
+    metadata: Metadata | None = None
 
     @property
     def seconds(self) -> float | None:
@@ -109,7 +106,6 @@ class StoreOptions(msgspec.Struct):
 
 _OPTION_NAMES = StoreOptions.__struct_fields__
 _OPTIONS = msgspec.json.Decoder(StoreOptions)
-_PLACE = re.compile(r"\$\.(\w+)")  # of what is wrong, in msgspec's words
 
 
 def may_ask_to_store(body: bytes) -> bool:
@@ -134,9 +130,9 @@ def read_options(fields: Mapping[str, msgspec.Raw]) -> StoreOptions:
     try:
         options = _OPTIONS.decode(msgspec.json.encode(given))
     except msgspec.ValidationError as error:
-        place = _PLACE.search(f"{error}")
-        shown = errors.truncate_echo(f"{error}")
-        raise errors.invalid_request(f"{shown}.", None if place is None else place[1]) from None
+        problem = str(error)
+        shown = errors.truncate_echo(problem)
+        raise errors.invalid_request(f"{shown}.", named_field(problem)) from None
     if options.previous_response_id is not None and options.conversation is not None:
         raise errors.invalid_request(
             "'previous_response_id' and 'conversation' exclude each other.", "conversation"

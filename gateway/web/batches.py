@@ -27,7 +27,14 @@ from gateway.stored.claims import BatchState
 from gateway.stored.waits import BatchWait
 from gateway.stored.webhooks import WebhookTargets
 from gateway.terms import Caller
-from gateway.web.asgi import JsonResponse, listed, page_limit, read_fields
+from gateway.web.asgi import (
+    JsonResponse,
+    Metadata,
+    listed,
+    named_field,
+    page_limit,
+    read_fields,
+)
 from gateway.web.files import ContentResponse, Expiry, content_headers
 
 CREATE_BYTES = 64 * 1024  # most bytes of a request for a batch
@@ -53,17 +60,7 @@ class BatchFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class _NewBatchFields(BatchFields, kw_only=True):
     input_file_id: Annotated[str, _text(256)]
     endpoint: Annotated[str, _text(256)]
-    # As OpenAI's API has them: pairs, and characters of their names and values.
-    metadata: (
-        Annotated[
-            dict[
-                Annotated[str, msgspec.Meta(max_length=64)],
-                Annotated[str, msgspec.Meta(max_length=512)],
-            ],
-            msgspec.Meta(max_length=16),
-        ]
-        | None
-    ) = None
+    metadata: Metadata | None = None
     output_expires_after: Expiry | None = None
 
 
@@ -76,10 +73,9 @@ def read_batch_fields(fields: JsonObject, kind: type[FieldsT]) -> FieldsT:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         problem = str(error)
-    place = re.search(r"\$\.(\w+)", problem) or re.search(r"required field `(\w+)`", problem)
     code = next((code for words, code in _CODES.items() if words in problem), "invalid_value")
     shown = errors.truncate_echo(problem)
-    raise GatewayError(400, code, f"{shown}.", param=place and place[1])
+    raise GatewayError(400, code, f"{shown}.", param=named_field(problem))
 
 
 _CODES = {
