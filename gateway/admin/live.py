@@ -34,6 +34,7 @@ from gateway.nodes.fleet import Fleet
 from gateway.nodes.node import LeasePhase, Node, NodeState
 from gateway.nodes.prices import GpuCosts
 from gateway.nodes.router import LoadPhase
+from gateway.store.store import woken
 from gateway.watch.history import (
     COLUMNS,
     STEP_SECONDS,
@@ -485,7 +486,8 @@ class LiveFeed:
         try:
             while True:
                 pause = self._update_seconds if self.watchers else self._look_seconds
-                await self._wait(min(next_step - clock(), pause))
+                # Or until a first watcher wants a frame.
+                await woken(self._wanted, max(0.0, min(next_step - clock(), pause)))
                 point = None
                 if clock() >= next_step:
                     next_step = max(next_step + STEP_SECONDS, clock())
@@ -502,15 +504,6 @@ class LiveFeed:
         finally:
             self._closed = True
             self._published.set()
-
-    async def _wait(self, seconds: float) -> None:
-        """Wait so long, or until a first watcher wants a frame."""
-        try:
-            async with asyncio.timeout(max(0.0, seconds)):
-                await self._wanted.wait()
-        except TimeoutError:
-            pass
-        self._wanted.clear()
 
     async def _publish(self, point: HistoryPoint | None) -> list[Problem]:
         state = await self.view.read(with_requests=self._operators > 0)

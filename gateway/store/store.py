@@ -478,6 +478,14 @@ def _file_problem(error: OSError) -> StoreError:
     return StoreUnavailable(message, "make its folder, and let the gateway's user write into it")
 
 
+async def woken(event: asyncio.Event, seconds: float | None) -> None:
+    """Wait until the event is set, for so many seconds at most, and clear it."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    event.clear()
+
+
 @dataclass(eq=False)
 class StoreWorker:
     """Does work that is due again and again, pass by pass, on a store that may be away.
@@ -558,7 +566,6 @@ class StoreWorker:
 
     async def _rest(self, seconds: float) -> None:
         if seconds > 0:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await self._woken.wait()
-        self._woken.clear()
+            await woken(self._woken, seconds)
+        else:
+            self._woken.clear()

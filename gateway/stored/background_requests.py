@@ -30,6 +30,7 @@ from gateway.config.stored import BatchSettings
 from gateway.errors import GatewayError, truncate_echo
 from gateway.store.failures import StoreError
 from gateway.store.schema import stored_requests
+from gateway.store.store import woken
 from gateway.stored import claims, files
 from gateway.stored.claims import (
     AskedRow,
@@ -47,7 +48,6 @@ from gateway.stored.folder import (
     Storage,
     StorageTrouble,
     folder_errors_told,
-    woken,
 )
 from gateway.stored.response_events import ResponseEvents, current_response, queued_response
 from gateway.stored.response_log import LOG_KIND, LogBroken, ResponseLogs

@@ -33,6 +33,7 @@ from gateway.errors import GatewayError
 from gateway.request.routes import ROUTES
 from gateway.store.failures import StoreError, StoreUnavailable
 from gateway.store.schema import stored_requests
+from gateway.store.store import woken
 from gateway.stored import batch_rows, claims, results
 from gateway.stored.batch_rows import (
     NOTHING_AHEAD,
@@ -66,7 +67,6 @@ from gateway.stored.folder import (
     Storage,
     StorageTrouble,
     folder_errors_told,
-    woken,
 )
 from gateway.stored.line_reader import (
     PIECE_BYTES,

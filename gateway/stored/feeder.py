@@ -24,6 +24,7 @@ from sqlalchemy import Connection, func, or_, select
 
 from gateway.lease import BatchRoom, BatchRoomService
 from gateway.store.schema import batches, stored_requests
+from gateway.store.store import woken
 from gateway.stored.claims import (
     IS_WAITING,
     Pick,
@@ -46,7 +47,7 @@ from gateway.stored.feeding import (
     ready_wanted,
     rows_to_offer,
 )
-from gateway.stored.folder import Storage, StorageTrouble, woken
+from gateway.stored.folder import Storage, StorageTrouble
 from gateway.stored.results import LineResults
 from gateway.stored.runner import (
     MOST_RUNS,

@@ -558,14 +558,6 @@ RETRY_AFTER = 5.0  # `Retry-After` in seconds while the store or the folder can'
 log = structlog.get_logger()
 
 
-async def woken(event: asyncio.Event, seconds: float | None) -> None:
-    """Wait until the event is set, for so many seconds at most, and clear it."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    event.clear()
-
-
 class StorageTrouble:
     """Why work waits for the store or the folder, told in the log once, and again when it goes on.
 

@@ -26,6 +26,7 @@ from gateway.api.messages import error_type
 from gateway.callers.ledger import Ledger, UsageRow
 from gateway.callers.processes import ProcessIdentity
 from gateway.store.failures import StoreError
+from gateway.store.store import woken
 from gateway.stored.batch_rows import PREFIXES, pause_batch
 from gateway.stored.claims import RecordedResult, RequestState, StoredRow, record
 from gateway.stored.folder import (
@@ -35,7 +36,6 @@ from gateway.stored.folder import (
     FolderFull,
     NewFile,
     Storage,
-    woken,
 )
 from gateway.stored.line_reader import LineError
 from gateway.stored.runner import Outcome

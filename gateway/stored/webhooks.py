@@ -57,10 +57,10 @@ from gateway.events import EventBus, WebhookAttempted
 from gateway.store.database import Rows, insert_for
 from gateway.store.failures import StoreError
 from gateway.store.schema import webhook_deliveries as deliveries
-from gateway.store.store import Store
+from gateway.store.store import Store, woken
 from gateway.stored.batch_rows import Batch
 from gateway.stored.claims import BatchState, ResponseEnd, StoredRow, unlocked
-from gateway.stored.folder import job, woken
+from gateway.stored.folder import job
 from gateway.transport.errors import ConnectFailed
 from gateway.transport.resolver import Resolver
 
