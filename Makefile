@@ -72,7 +72,7 @@ llama-server: $(BIN)/python ## fetch the real llama-server for tests, in the use
 test: $(VENV)/.test ## run the fast tests and a smoke test of each real part; ARGS=PATH: all tests below PATH
 	@$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
-test-all: $(VENV)/.dev ## run all tests, group by group: ARGS=kills, ARGS=--list, ARGS=--resume, ARGS=long
+test-all: $(VENV)/.dev ## run all tests, group by group: ARGS=kills, ARGS=--list, ARGS=long
 	@$(BIN)/python -m tests.ci.all $(ARGS)
 
 test-fresh: $(VENV)/.test ## run README's two commands on bare Debian 12, 13 and testing (root; mmdebstrap); ARGS="noble resolute": Ubuntu

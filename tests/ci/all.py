@@ -1,11 +1,7 @@
-"""`make test-all ARGS="[GROUP ...] [--resume]"`: run every test, group by group.
+"""`make test-all ARGS="[GROUP ...]"`: run every test, group by group.
 
 Without names it runs all groups but those of hours (`--list` shows them). It goes on after a failed
-group, and ends with a table. Results are kept by commit in the user's cache folder: `--resume`
-leaves out groups that passed at a commit after which nothing changed that they are for.
-
-    make test-all ARGS=kills
-    make test-all ARGS=--resume
+group, and ends with a table.
 
 Exit status: 0 all passed, 1 some failed, 2 usage error.
 """
@@ -13,19 +9,17 @@ Exit status: 0 all passed, 1 some failed, 2 usage error.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from setup.llama_server import cache_folder
-from tests.ci.change import ROOT, add_since, change, git
+from tests.ci.change import ROOT, add_since, change
 from tests.ci.groups import Group, Table, commands_of, read_table, runs_of
 from tests.ci.repeat import read_run, repeat_failed
 
@@ -41,57 +35,18 @@ class Result:
     """How a group ended."""
 
     group: str
-    commit: str
-    """Empty: there were changes that no commit has."""
-    passed: bool
-    seconds: float
+    passed: bool = True
+    seconds: float = 0.0
     tests: int = 0
     """Tests that ran; 0 for a group of commands."""
     failures: list[str] = field(default_factory=list)
     """Node ids of failed tests, and commands that failed."""
 
 
-class Results:
-    """The results of earlier runs, a file for each commit and group."""
-
-    def __init__(self, folder: Path, root: Path = ROOT) -> None:
-        self._folder = folder
-        self._root = root
-
-    def keep(self, result: Result) -> None:
-        """Keep the result of a commit."""
-        if result.commit:
-            path = self._folder / result.commit / f"{result.group}.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(asdict(result)))
-
-    def still_passed(self, group: Group, table: Table) -> Result | None:
-        """Return the newest result that passed, if nothing has changed since that concerns it."""
-        for commit in self._commits():
-            path = self._folder / commit / f"{group.name}.json"
-            if not path.exists():
-                continue
-            result = Result(**json.loads(path.read_text()))
-            touched = table.touched(change(commit, self._root))
-            return result if result.passed and group not in touched else None
-        return None
-
-    def _commits(self) -> Iterator[str]:
-        """The commits with results that HEAD descends from, the newest first."""
-        kept = {path.name for path in self._folder.iterdir()} if self._folder.exists() else set()
-        history = git(self._root, "rev-list", "--max-count=1000", "HEAD").split()
-        return (commit for commit in history if commit in kept)
-
-
-def commit_of_tree() -> str:
-    """Return HEAD's id; empty if the tree has other changes."""
-    return "" if git(ROOT, "status", "--porcelain") else git(ROOT, "rev-parse", "HEAD").strip()
-
-
 def run_group(group: Group, *, since: str | None, repeat: bool) -> Result:
     """Run a group's tests and commands; all of them, whichever fail."""
     began = time.monotonic()
-    result = Result(group.name, commit_of_tree(), passed=True, seconds=0.0)
+    result = Result(group.name)
     for options in runs_of(group):
         _run_tests(options, group, result, since=since, repeat=repeat)
     for command in commands_of(group):
@@ -154,43 +109,20 @@ def within(groups: Iterable[Group], seconds: float) -> tuple[list[Group], list[G
     return fitting, rest
 
 
-def table_of(results: Sequence[Result], left_out: Sequence[Group], resumed: set[str]) -> list[str]:
+def table_of(results: Sequence[Result], left_out: Sequence[Group]) -> list[str]:
     """Return the lines of the table that ends a run."""
     lines = [f"{'group':<14}{'tests':>7}{'seconds':>9}  result"]
     for one in results:
         said = "passed" if one.passed else f"{len(one.failures)} FAILED"
-        if one.group in resumed:
-            said += f" at {one.commit[:9]}, and nothing changed since that it is for"
         lines.append(f"{one.group:<14}{one.tests or '':>7}{one.seconds:>9.0f}  {said}")
     lines += [
         f"{one.name:<14}{'':>7}{'':>9}  left out: make test-all ARGS={one.name}" for one in left_out
     ]
-    seconds = sum(one.seconds for one in results if one.group not in resumed)
+    seconds = sum(one.seconds for one in results)
     lines.append(f"{'all':<14}{sum(one.tests for one in results):>7}{seconds:>9.0f}")
     for one in results:
         lines += [f"FAILED {one.group}: {failure}" for failure in one.failures]
     return lines
-
-
-def run_all(
-    groups: Sequence[Group],
-    *,
-    kept: Callable[[Group], Result | None],
-    run: Callable[[Group], Result],
-    keep: Callable[[Result], None],
-) -> tuple[list[Result], set[str]]:
-    """Run groups, or take what is kept of them; the results, and the names of those kept."""
-    results: list[Result] = []
-    resumed: set[str] = set()
-    for group in groups:
-        earlier = kept(group)
-        if earlier is not None:
-            resumed.add(group.name)
-            results.append(earlier)
-            continue
-        results.append(run(group))
-        keep(results[-1])
-    return results, resumed
 
 
 def _options(table: Table) -> argparse.ArgumentParser:
@@ -201,7 +133,6 @@ def _options(table: Table) -> argparse.ArgumentParser:
     )
     parser.add_argument("groups", nargs="*", metavar="GROUP", help=", ".join(table.groups))
     parser.add_argument("--without", nargs="+", default=[], metavar="GROUP", help="leave these out")
-    parser.add_argument("--resume", action="store_true", help="take what passed before")
     parser.add_argument(
         "--touched", action="store_true", help="only groups whose code the change touches"
     )
@@ -234,14 +165,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for group in groups:
             print(f"{group.name:<14}{group.seconds:>6} s  {group.about}")
         return 0
-    kept = Results(cache_folder().with_name("results"))  # beside the llama-server
-    results, resumed = run_all(
-        groups,
-        kept=lambda group: kept.still_passed(group, table) if options.resume else None,
-        run=lambda group: run_group(group, since=options.since, repeat=options.repeat),
-        keep=kept.keep,
-    )
-    print("\n".join(table_of(results, left_out, resumed)), flush=True)
+    results = [run_group(one, since=options.since, repeat=options.repeat) for one in groups]
+    print("\n".join(table_of(results, left_out)), flush=True)
     return int(not all(one.passed for one in results))
 
 

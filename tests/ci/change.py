@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import os
 import re
 import subprocess
@@ -35,7 +34,7 @@ def add_since(parser: argparse.ArgumentParser) -> None:
 def change(since: str | None, root: Path = ROOT) -> dict[str, set[int]]:
     """Return the changed lines since a revision.
 
-    Files that were only moved are left out, and Python files of which only imports changed.
+    Files that were only moved are left out.
     Without a revision: since this branch left its upstream; else the changes of HEAD and of the
     commits in the hours before it; without an older commit, everything.
     """
@@ -52,8 +51,7 @@ def change(since: str | None, root: Path = ROOT) -> dict[str, set[int]]:
             in_head = False
             # A deleted file has no new name.
             name = line.removeprefix("+++ ").removeprefix("b/").replace("/dev/null", before)
-            if not _only_imports(root, base, before, name):
-                found[name] = set()
+            found[name] = set()
         elif (hunk := HUNK.match(line)) and name in found:
             first, count = int(hunk[1]), int(hunk[2] or 1)
             # Removed lines were between two lines.
@@ -61,30 +59,6 @@ def change(since: str | None, root: Path = ROOT) -> dict[str, set[int]]:
     for name in git(root, "ls-files", "--others", "--exclude-standard").splitlines():
         found[name] = set(range(1, len((root / name).read_bytes().splitlines()) + 1))
     return found
-
-
-def _only_imports(root: Path, base: str, before: str, after: str) -> bool:
-    """Whether both versions of a Python file are equal but for their imports."""
-    if not (before.endswith(".py") and (root / after).is_file()):
-        return False
-    try:
-        old = ast.parse(git(root, "show", f"{base}:{before}"))
-        new = ast.parse((root / after).read_bytes())
-    except SyntaxError:
-        return False
-    return _without_imports(old) == _without_imports(new)
-
-
-def _without_imports(tree: ast.Module) -> str:
-    for node in ast.walk(tree):
-        for part in ("body", "orelse", "finalbody"):
-            statements = getattr(node, part, None)
-            if isinstance(statements, list):
-                kept = [
-                    one for one in statements if not isinstance(one, ast.Import | ast.ImportFrom)
-                ]
-                setattr(node, part, kept)
-    return ast.dump(tree)
 
 
 def _left_upstream(root: Path) -> str | None:

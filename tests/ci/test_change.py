@@ -41,20 +41,6 @@ def test_without_an_older_commit_everything_counts(repository: Path) -> None:
     assert found["old.py"] == set(range(1, 10))
 
 
-def test_files_whose_imports_alone_changed_do_not_count(repository: Path) -> None:
-    body = (
-        "import {0}\n\n\ndef f() -> None:\n    from {0} import a\n\n    print(a, {0})\n"
-        + "# more\n" * 20
-    )
-    (repository / "old.py").write_text(body.format("before"))
-    git(repository, "commit", "-q", "-a", "-m", "One")
-    git(repository, "mv", "old.py", "moved_too.py")
-    (repository / "moved_too.py").write_text(body.replace("{0})", "before)").format("after"))
-    assert change("HEAD", repository) == {}
-    (repository / "moved_too.py").write_text(body.format("after"))
-    assert set(change("HEAD", repository)) == {"moved_too.py"}
-
-
 def test_a_deletion_touches_the_lines_around_it_and_a_gone_file_counts(repository: Path) -> None:
     lines = (repository / "old.py").read_text().splitlines(keepends=True)
     (repository / "old.py").write_text("".join(lines[:4] + lines[5:]))
