@@ -87,10 +87,6 @@ def test_bare_hosts_become_one_gateway(cluster: Cluster) -> None:
     cluster.control.play("verify.yml")
 
 
-def test_a_second_run_changes_nothing(cluster: Cluster) -> None:
-    assert cluster.control.play("site.yml").changed == {}
-
-
 def test_nobody_but_the_gateways_reaches_the_database(cluster: Cluster) -> None:
     password = (
         cluster.hosts["gw-b"].run("cat /etc/postgresql/llama-gateway.password").stdout.strip()

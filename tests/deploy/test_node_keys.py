@@ -21,14 +21,6 @@ def keys() -> ModuleType:
     return module
 
 
-def test_a_key_is_made_once(keys: ModuleType) -> None:
-    (module,) = first = keys.wanted([], rotate=False, running=[])
-    assert len(module) == 64
-    assert keys.wanted([], rotate=False, running=[]) != first
-    for running in ([], [""], [keys.fingerprint(first)]):
-        assert keys.wanted(first, rotate=False, running=running) == first
-
-
 def test_a_renewed_key_is_known_to_every_server_before_the_gateway_sends_it(
     keys: ModuleType,
 ) -> None:
@@ -57,21 +49,3 @@ def test_a_renewed_key_is_known_to_every_server_before_the_gateway_sends_it(
     assert servers == [file, file]
     assert len(file) == 1
     assert old not in file
-
-
-def test_fingerprints_of_keys_differ_and_reveal_nothing(keys: ModuleType) -> None:
-    prints = {keys.fingerprint(one) for one in ([], ["a"], ["b"], ["a", "b"], ["ab"])}
-    assert len(prints) == 5
-    assert {len(one) for one in prints} == {16}
-
-
-@pytest.mark.parametrize("content", [b"\x00key\n", "schlüssel\n".encode(), b"x" * 5000])
-def test_a_file_of_something_else_is_left_alone(
-    keys: ModuleType, tmp_path: Path, content: bytes
-) -> None:
-    (tmp_path / "api.key").write_bytes(content)
-    with pytest.raises(SystemExit, match="Remedy: "):
-        keys.read(tmp_path / "api.key")
-    assert (tmp_path / "api.key").read_bytes() == content
-    (tmp_path / "api.key").write_text("\n")
-    assert keys.read(tmp_path / "api.key") == keys.read(tmp_path / "none") == []

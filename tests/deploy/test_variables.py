@@ -73,22 +73,3 @@ def test_the_variables_that_roles_and_documentation_name_exist() -> None:
         assert not set(named) - known - {"llama_nodes", "remove_yes"}, path.name
     for path in PLAYBOOKS.glob("inventory/example/*_vars/*.yml"):
         assert set(read(path)) <= known, path
-
-
-def test_the_playbooks_groups_and_files_that_the_documentation_names_exist() -> None:
-
-    text = (ROOT / "docs/deploy.md").read_text()
-    playbooks = set(re.findall(r"ansible-playbook (?:-i \S+ )?(\w+\.yml)", text))
-    assert playbooks == {"site.yml", "verify.yml", "drain.yml", "upgrade.yml", "remove.yml"}
-    for name in playbooks:
-        assert (PLAYBOOKS / name).is_file()
-    for name in re.findall(r"`((?:deploy|roles|tests)/[\w./@-]+)`", text):
-        assert (ROOT / name).exists() or (PLAYBOOKS / name).exists(), name
-    makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"(?:`|\$ )make ([a-z-]+)", text):
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
-    groups = read(PLAYBOOKS / "inventory/example/hosts.yml")
-    rows = re.findall(
-        r"^\| (`\w+`(?:, `\w+`)*) \| (?:llama|nginx|Prom|Postgre)", text, re.MULTILINE
-    )
-    assert {name.strip("`") for row in rows for name in row.split(", ")} == set(groups) - {"all"}

@@ -17,11 +17,10 @@ import random
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -35,8 +34,6 @@ from tests.stored.kills import a_site, a_store
 
 DECODE_TPS = 8.0
 NODES, SLOTS = 4, 64
-AWAY_SECONDS = 1.0
-"""For which the store is away, besides the time of its start."""
 AGAIN = 50
 """Responses that are read again from the beginning."""
 
@@ -45,19 +42,13 @@ AGAIN = 50
 class Findings:
     """What one run showed."""
 
-    responses: int = 0
     complete: int = 0
-    events: int = 0
     kills: int = 0
     store_restarts: int = 0
     follows: int = 0
     left: int = 0
     broken: int = 0
-    created_twice: int = 0
-    """Creations whose answer a kill has taken away, so that the client asked again."""
     seconds: float = 0.0
-    most_rss: int = 0
-    most_files: int = 0
     interrupted: int = 0
     """Responses that were going on at a kill at least once."""
     wrong: list[str] = field(default_factory=list)
@@ -76,21 +67,20 @@ class Client:
             body={"model": "demo", "input": text, "background": True, "stream": True,
                   "temperature": 0, "max_output_tokens": most}
         )  # fmt: skip
-        self.kills_seen = 0
 
     async def run(self, client: httpx.AsyncClient) -> None:
         """Create the response, and follow it to its end."""
+        kills_seen = 0
         while not self.had.has_ended:
             await self.site.up.wait()
             try:
                 await self._follow(client)
             except (httpx.HTTPError, ConnectionError):
                 self.found.broken += 1
-                self.kills_seen += bool(self.had.path) and not self.site.up.is_set()
-                self.found.created_twice += not self.had.path
+                kills_seen += bool(self.had.path) and not self.site.up.is_set()
                 await asyncio.sleep(self.rng.random() * 0.2)
         self.found.complete += 1
-        self.found.interrupted += bool(self.kills_seen)
+        self.found.interrupted += bool(kills_seen)
 
     async def _follow(self, client: httpx.AsyncClient) -> None:
         self.found.follows += 1
@@ -126,84 +116,61 @@ class Client:
         return [f"{had.path}: {what}" for what, is_so in wrong.items() if is_so]
 
 
-async def look(site: Site, found: Findings) -> None:
-    """Look at the gateway's memory and open files."""
-    while True:
-        process = site._process
-        if process is not None and process.returncode is None:
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                status = Path(f"/proc/{process.pid}/status").read_text()  # noqa: ASYNC240
-                rss = int(status.split("VmRSS:")[1].split()[0]) << 10
-                files = sum(1 for _ in Path(f"/proc/{process.pid}/fd").iterdir())  # noqa: ASYNC240
-                found.most_rss = max(found.most_rss, rss)
-                found.most_files = max(found.most_files, files)
-        await asyncio.sleep(0.5)
+@dataclass(slots=True)
+class Run:
+    """All clients of one run, and what happens to the gateway and its store meanwhile."""
 
+    site: Site
+    clients: list[Client]
+    found: Findings
+    over: asyncio.Event = field(default_factory=asyncio.Event)
 
-def events_of(clients: list[Client]) -> int:
-    return sum(len(one.had.events) for one in clients)
+    @property
+    def events(self) -> int:
+        return sum(len(one.had.events) for one in self.clients)
 
+    async def kill(self, every: float) -> None:
+        """Kill the gateway, and start it again, until it is over.
 
-async def kill_now_and_then(
-    site: Site, every: float, found: Findings, clients: list[Client], over: asyncio.Event
-) -> None:
-    """Kill the gateway, and start it again, until it is over.
-
-    Its time counts from the first event on: a busy machine may need long for as many creations at
-    once, and would never get behind them.
-    """
-    while True:
-        seen = events_of(clients)
-        while events_of(clients) == seen and not over.is_set():  # noqa: ASYNC110 - nothing tells it
-            await asyncio.sleep(0.1)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(every):
-                await over.wait()
-            return
-        await site.kill()
-        found.kills += 1
-        await site.start()
-
-
-async def restart_store(server: PostgresServer, found: Findings, over: asyncio.Event) -> None:
-    """Restart PostgreSQL when a third of the responses are complete, and two thirds.
-
-    It ends with a server that runs.
-    """
-    for third in (1, 2):
-        while found.complete < found.responses * third / 3:
-            if over.is_set():
+        Its time counts from the first event on: a busy machine may need long for as many creations
+        at once, and would never get behind them.
+        """
+        while True:
+            seen = self.events
+            while self.events == seen and not self.over.is_set():  # noqa: ASYNC110 - nothing tells it
+                await asyncio.sleep(0.1)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(every):
+                    await self.over.wait()
                 return
-            await asyncio.sleep(0.1)
-        await asyncio.to_thread(server.stop)
-        await asyncio.sleep(AWAY_SECONDS)
-        await asyncio.to_thread(server.start)
-        found.store_restarts += 1
+            await self.site.kill()
+            self.found.kills += 1
+            await self.site.start()
+
+    async def restart(self, server: PostgresServer | None) -> None:
+        """Restart PostgreSQL when a third of the responses are complete, and two thirds."""
+        for third in (1, 2) if server is not None else ():
+            while self.found.complete < len(self.clients) * third / 3:
+                if self.over.is_set():
+                    return
+                await asyncio.sleep(0.1)
+            assert server is not None
+            await asyncio.to_thread(server.stop)
+            await asyncio.sleep(1.0)
+            await asyncio.to_thread(server.start)
+            self.found.store_restarts += 1
 
 
 async def try_it(
-    folder: Path,
-    store_url: str,
-    responses: int,
-    seconds: float,
-    every: float,
-    tokens: int,
-    seed: int,
-    server: PostgresServer | None = None,
+    folder: Path, store_url: str, server: PostgresServer | None, given: argparse.Namespace
 ) -> Findings:
-    """One run, which takes at most about so many seconds, on an empty store.
-
-    `server`: the PostgreSQL server that is to be restarted.
-    """
-    found = Findings(responses=responses)
+    """One run on an empty store; `server`: the PostgreSQL server that is to be restarted."""
+    found = Findings()
     async with AsyncExitStack() as stack:
-        nodes = [
-            await stack.enter_async_context(
-                EmulatedNode(slots=SLOTS, decode_tps=DECODE_TPS, prefill_tps=5000.0,
-                             answer_tokens=100_000)
-            )
-            for _ in range(NODES)
-        ]  # fmt: skip
+        speeds: dict[str, Any] = {"decode_tps": DECODE_TPS, "prefill_tps": 5000.0}
+        nodes = [EmulatedNode(slots=SLOTS, answer_tokens=100_000, **speeds) for _ in range(NODES)]
+        for node in nodes:
+            await stack.enter_async_context(node)
         settings = {
             "batches": {"background_at_once": NODES * SLOTS, "waiting_per_key": 100_000},
             # The nodes share this process with all clients.
@@ -211,39 +178,32 @@ async def try_it(
         }
         site, client = await stack.enter_async_context(a_site(folder, nodes, store_url, settings))
         await site.start()
-        clients = [Client(site, at, seed, tokens, found) for at in range(responses)]
-        began = time.monotonic()
-        over = asyncio.Event()
-        looking = asyncio.create_task(look(site, found))
-        killing = asyncio.create_task(kill_now_and_then(site, every, found, clients, over))
+        clients = [
+            Client(site, at, given.seed, given.tokens, found) for at in range(given.responses)
+        ]
+        run, began = Run(site, clients, found), time.monotonic()
+        troubles = [
+            asyncio.create_task(one) for one in (run.kill(given.kill_every), run.restart(server))
+        ]
         tasks = [asyncio.create_task(one.run(client)) for one in clients]
-        restarting = []
-        if server is not None:
-            restarting.append(asyncio.create_task(restart_store(server, found, over)))
         try:
-            await asyncio.wait(tasks, timeout=seconds)
+            await asyncio.wait(tasks, timeout=given.seconds)
             found.seconds = time.monotonic() - began
         finally:
-            over.set()
-            await killing
-            await asyncio.gather(*restarting)
-            for task in (looking, *tasks):
+            run.over.set()
+            await asyncio.gather(*troubles)
+            for task in tasks:
                 task.cancel()
-            results = await asyncio.gather(looking, *tasks, return_exceptions=True)
-        found.wrong += [
-            repr(one)
-            for one in results
-            if isinstance(one, Exception) and not isinstance(one, asyncio.CancelledError)
-        ]
-        found.events = events_of(clients)
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        found.wrong += [repr(one) for one in results if isinstance(one, Exception)]
         for at, one in enumerate(clients):
             found.wrong += await one.problems(client, again=at < AGAIN)
-        if found.complete < responses:
+        if found.complete < given.responses:
             await site.kill()  # else it ends what runs first
     return found
 
 
-def main(arguments: Sequence[str]) -> int:
+def main() -> int:
     """Run it, and tell what was found."""
     parser = argparse.ArgumentParser(prog="python -m tests.stored.follow_kills")
     parser.add_argument("--store", choices=["sqlite", "postgresql"], default="sqlite")
@@ -252,23 +212,17 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--kill-every", type=float, default=20.0)
     parser.add_argument("--tokens", type=int, default=60, help="most of a response")
     parser.add_argument("--seed", type=int, default=1)
-    chosen = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory() as folder, a_store(chosen.store) as (url, server):
-        found = asyncio.run(
-            try_it(Path(folder), url, chosen.responses, chosen.seconds, chosen.kill_every,
-                   chosen.tokens, chosen.seed, server)
-        )  # fmt: skip
-        kinds = Counter(line.partition(": ")[2].split(" ")[0] for line in found.wrong)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, a_store(given.store) as (url, server):
+        found = asyncio.run(try_it(Path(folder), url, server, given))
         if found.wrong:
             print((Path(folder) / "log").read_text()[-3000:])
     print(
-        f"{found.complete} of {found.responses} responses complete in {found.seconds:.0f} s, "
+        f"{found.complete} of {given.responses} responses complete in {found.seconds:.0f} s, "
         f"{found.kills} kills, {found.interrupted} were followed through one; "
         f"the store was restarted {found.store_restarts} times\n"
-        f"{found.events} events, {found.follows} connections of followers: {found.left} left, "
-        f"{found.broken} broke; {found.created_twice} creations were asked for again\n"
-        f"gateway: at most {found.most_rss >> 20} MiB, {found.most_files} open files\n"
-        f"wrong: {len(found.wrong)} {dict(kinds) or ''}"
+        f"{found.follows} connections of followers: {found.left} left, {found.broken} broke\n"
+        f"wrong: {len(found.wrong)}"
     )
     for line in found.wrong[:20]:
         print(" ", line)
@@ -276,4 +230,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

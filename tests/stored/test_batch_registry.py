@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +13,12 @@ from sqlalchemy import Connection
 from structlog.testing import capture_logs
 
 from gateway.errors import GatewayError
-from gateway.store.failures import StoreError, StoreLocked, StoreUnavailable
+from gateway.store.failures import StoreLocked, StoreUnavailable
 from gateway.store.schema import batches, files, stored_requests
-from gateway.stored.batch_registry import CLEAN_SECONDS, UNAVAILABLE_SECONDS, input_place
+from gateway.stored.batch_registry import CLEAN_SECONDS, UNAVAILABLE_SECONDS
 from gateway.stored.batch_rows import Batch
 from gateway.stored.claims import BatchState, RequestState
-from gateway.stored.folder import FolderError, FolderFull
-from tests.gateways import until
+from gateway.stored.folder import FolderFull
 from tests.stored.batch_place import (
     DAY,
     HOUR,
@@ -105,37 +102,6 @@ async def test_two_processes_may_read_the_same_input(store_url: str, tmp_path: P
         await check_whole(here, batch)
 
 
-async def test_a_line_s_row_has_what_the_feeder_asks_for(here: BatchPlace) -> None:
-    body = {
-        "model": "big", "max_tokens": 9,
-        "messages": [{"role": "user", "content": "word " * 500}],
-    }  # fmt: skip
-    batch = await here.create([line("a", body=body)], class_="normal", user="eve")
-    await here.settle()
-    (row,) = await here.claim()
-    assert row.id == f"batch_req_{batch.id.removeprefix('batch_')}_1"
-    assert (row.model, row.max_tokens, row.custom_id) == ("big", 9, "a")
-    assert 600 < row.prompt_tokens < 650
-    assert row.prefix > 0
-    assert (row.class_, row.user, row.deadline) == ("normal", "eve", batch.expires_at)
-    assert row.place == batch.input_file == input_place(batch)
-
-
-async def test_a_batch_cancelled_in_the_middle_gets_no_more_lines(here: BatchPlace) -> None:
-    batch = await here.create(lines())
-    reading = asyncio.create_task(here.settle())
-    while not (rows := await here.store.run(count(stored_requests), write=False)):  # noqa: ASYNC110
-        await asyncio.sleep(0)  # The store tells of no event.
-    await here.batches.cancel(batch.owner, batch.id, batch.api)
-    await reading
-    await here.settle()
-    ended = await here.find(batch)
-    assert ended.state is BatchState.CANCELLED
-    assert ended.ended_lines == ended.total >= rows
-    assert len(await here.output(batch, errors=True)) == ended.total
-    assert await here.store.run(count(stored_requests)) == ended.total
-
-
 async def test_an_input_that_is_gone_fails_the_batch(here: BatchPlace) -> None:
     batch = await here.create([line("a")])
     assert batch.input_file is not None
@@ -194,15 +160,6 @@ async def test_output_files_are_files_of_their_owner(store_url: str, tmp_path: P
             await here.output(batch)
 
 
-async def test_results_of_message_batches_are_one_file(here: BatchPlace) -> None:
-    batch = await ran(here, 3, api="anthropic")
-    await here.settle()
-    ended = await here.find(batch)
-    assert ended.error_file is None
-    kinds = [one["result"]["type"] for one in await here.output(batch)]
-    assert kinds == ["succeeded", "succeeded", "errored"]
-
-
 async def test_of_two_processes_that_end_a_batch_one_has_its_files(
     store_url: str, tmp_path: Path
 ) -> None:
@@ -241,50 +198,6 @@ async def test_a_store_that_refuses_the_end_leaves_no_file(store_url: str, tmp_p
         assert (await here.find(batch)).state is BatchState.FINALIZING
         await here.settle()
         assert len(await here.output(batch)) == 2
-
-
-async def test_a_lost_result_is_told_as_such(here: BatchPlace) -> None:
-    batch = await ran(here, 2)
-    (results,) = here.kept("results")
-    here.folder.delete(results)
-    # Whoever reads what is recorded so far is better off to try again.
-    with pytest.raises(Exception, match="can't be used now"):
-        await here.output(batch)
-    await here.settle()
-    assert await here.output(batch) == []
-    errors = await here.output(batch, errors=True)
-    assert [one["error"]["code"] for one in errors] == ["result_lost"] * 2
-    assert [one["custom_id"] for one in errors] == ["c0", "c1"]
-
-
-async def test_a_torn_file_gives_no_torn_line(place: BatchPlace) -> None:
-    batch = await ran(place, 2)
-    (results,) = place.kept("results")
-    path = place.folder.path(results)
-    path.write_bytes(path.read_bytes()[:-5])
-    await place.settle()
-    (first,), (second,) = await place.output(batch), await place.output(batch, errors=True)
-    assert (first["custom_id"], second["error"]["code"]) == ("c0", "result_lost")
-
-
-async def test_pieces_are_bounded(place: BatchPlace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.stored.results.READ_BYTES", 500)
-    batch = await ran(place, 60)
-    found = await place.batches.open_output("alice", batch.id, "openai")
-    pieces = [piece async for piece in found.pieces]
-    await found.close()
-    assert max(map(len, pieces)) < 800
-    assert len([json.loads(one) for one in b"".join(pieces).splitlines()]) == 40
-
-
-async def test_a_disk_that_can_not_be_read_ends_nothing(place: BatchPlace) -> None:
-    batch = await ran(place, 2)
-    (results,) = place.kept("results")
-    place.folder.delete(results)
-    place.folder.path(results).mkdir()
-    with pytest.raises(FolderError):
-        await place.batches.upkeep.end(batch.id)
-    assert (await place.find(batch)).state is BatchState.FINALIZING
 
 
 async def test_what_is_old_is_removed(store_url: str, tmp_path: Path) -> None:
@@ -343,27 +256,6 @@ async def test_old_files_that_no_unfinished_batch_needs_are_removed(here: BatchP
     assert len(await here.output(ended)) == 1
 
 
-async def test_a_file_that_is_closed_while_the_rows_are_read_stays(
-    place: BatchPlace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written, old = [
-        await asyncio.to_thread(place.folder.open_appended, "results") for _ in range(2)
-    ]
-    old.close()
-    for name in place.kept("results"):
-        make_old(place, name)
-    run = place.store.run
-
-    async def run_and_close(job: Callable[[Connection], Any], **options: Any) -> Any:
-        found = await run(job, **options)
-        written.close()  # Its rows came behind those that were read.
-        return found
-
-    monkeypatch.setattr(place.store, "run", run_and_close)
-    assert await place.batches.upkeep.clean() == 1
-    assert place.kept("results") == [written.name]
-
-
 async def test_a_full_folder_pauses_the_batch_until_there_is_room(
     store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -408,39 +300,3 @@ async def test_a_folder_that_fails_is_tried_again_now_and_then(
     await place.settle()
     begun = await place.find(batch)
     assert (begun.state, begun.paused_at) == (BatchState.IN_PROGRESS, None)
-
-
-async def test_work_that_fails_for_no_known_reason_is_given_up_in_the_end(
-    place: BatchPlace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gateway.stored.batch_registry.RETRY_SECONDS", 0.0)
-    monkeypatch.setattr("gateway.stored.batch_registry.LineReader", None)
-    batch = await place.create([line("a")])
-    await place.settle()
-    failed = await place.find(batch)
-    assert failed.state is BatchState.FAILED
-    assert failed.errors is not None
-    assert failed.errors[0]["code"] == "internal_error"
-
-
-async def test_a_store_that_is_away_ends_no_loop(
-    place: BatchPlace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, asked = place.store.run, 0
-
-    async def away(*arguments: Any, **options: Any) -> Any:
-        nonlocal asked
-        asked += 1
-        if asked < 3:
-            raise StoreUnavailable("it is away", "wait")
-        return await run(*arguments, **options)
-
-    monkeypatch.setattr(place.store, "run", away)
-    with pytest.raises(StoreError):
-        await place.batches.upkeep.round()
-    running = asyncio.create_task(place.batches.upkeep.run())
-    await until(lambda: asked >= 2)
-    place.batches.upkeep.wake()
-    await until(lambda: asked > 3)
-    assert not running.done()
-    running.cancel()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,13 @@ from gateway.stored.batch_registry import NewBatch
 from gateway.stored.batch_rows import Batch
 from gateway.stored.claims import BatchState, RequestKind, StoredRow
 from gateway.stored.files import (
-    ORPHAN_SECONDS,
     full_owners,
     kept_by,
     note_log_sizes,
     read_files,
 )
 from gateway.stored.folder import ID_FILE, job
-from tests.store.stores import LIMIT, locked, opened
+from tests.store.stores import LIMIT, opened
 from tests.stored.batch_place import HOUR, BatchPlace, answer, batch_place, count, jsonl, line
 from tests.stored.stored_rows import limits
 
@@ -73,22 +71,6 @@ async def test_a_deletion_that_was_cut_short_is_finished_later(
     assert (here.kept(), await here.store.run(count(files))) == ([], 0)
 
 
-async def test_a_complete_file_without_a_row_is_removed_when_it_is_old(here: BatchPlace) -> None:
-    id_ = await here.upload()
-    new = here.folder.open_new("file")
-    spool = here.folder.open_new("spool")
-    new.finish()
-    spool.finish()
-    for path in here.folder.location.iterdir():
-        os.utime(path, (here.time[0], here.time[0]))
-    here.pass_(ORPHAN_SECONDS)
-    assert await here.files.clean() == 0
-    here.pass_(1)
-    assert await here.files.clean(orphans=False) == 0
-    assert await here.files.clean() == 1
-    assert here.kept() == sorted([id_, spool.name])
-
-
 async def test_a_file_of_another_host_is_listed_and_not_read(
     store_url: str, tmp_path: Path
 ) -> None:
@@ -107,21 +89,6 @@ async def test_a_file_of_another_host_is_listed_and_not_read(
         assert one.kept() == []
 
 
-async def test_the_limit_of_files_holds_for_two_gateways_of_one_store(
-    store_url: str, tmp_path: Path
-) -> None:
-    async with (
-        batch_place(store_url, tmp_path / "one", files_per_key=4) as one,
-        batch_place(store_url, tmp_path / "two", files_per_key=4) as two,
-    ):
-        adding = [here.upload() for _ in range(6) for here in (one, two)]
-        ended = await asyncio.gather(*adding, return_exceptions=True)
-        assert len([made for made in ended if isinstance(made, str)]) == 4
-        wrong = [(one.status, one.code) for one in ended if isinstance(one, GatewayError)]
-        assert wrong == [(429, "insufficient_quota")] * 8
-        assert len(one.kept()) + len(two.kept()) == await one.store.run(count(files)) == 4
-
-
 async def test_a_store_that_is_away_is_told_and_nothing_is_lost(here: BatchPlace) -> None:
     id_ = await here.upload()
     async with here.files.uploading("alice", None) as upload:
@@ -133,16 +100,6 @@ async def test_a_store_that_is_away_is_told_and_nothing_is_lost(here: BatchPlace
         assert len(here.kept()) == 2
     assert await refused(here.files.find("alice", id_)) == (503, "store_unavailable")
     assert await refused(here.upload()) == (503, "store_unavailable")
-
-
-async def test_files_are_shown_and_listed_while_another_process_writes(
-    here: BatchPlace, store_url: str
-) -> None:
-    id_ = await here.upload()
-    with locked(store_url, "files"):
-        async with asyncio.timeout(2.0):
-            assert await ids(here) == [id_]
-            assert (await here.files.find("alice", id_)).id == id_
 
 
 KB = 1000
@@ -211,23 +168,6 @@ async def test_the_rows_say_what_the_folder_holds_at_every_step(here: BatchPlace
     assert (await kept(here), on_disk(here)) == (0, 0)
 
 
-async def test_what_expires_is_released_but_an_input_that_is_read_is_not(
-    store_url: str, tmp_path: Path
-) -> None:
-    async with batch_place(store_url, tmp_path / "kept", keep=HOUR) as here:
-        await here.upload(b"x" * 700)
-        batch = await here.create([line("a")])
-        size = await kept(here) - 700
-        here.pass_(HOUR)
-        assert await kept(here) == size
-        await here.files.clean()
-        assert on_disk(here) == size
-        await here.batches.cancel("alice", batch.id, "openai")
-        await here.settle()
-        await here.files.clean()
-        assert (await kept(here), on_disk(here)) == (0, 0)
-
-
 async def test_a_key_at_its_bound_gets_429_for_everything_and_others_do_not(
     store_url: str, tmp_path: Path
 ) -> None:
@@ -250,19 +190,6 @@ async def test_a_key_at_its_bound_gets_429_for_everything_and_others_do_not(
         assert here.kept("requests") == []
         await here.batches.check_room("bob", 2 * KB)
         await messages(here, 1, owner="bob")
-
-
-async def test_an_upload_of_unknown_size_is_stopped_at_the_key_s_bound(
-    store_url: str, tmp_path: Path
-) -> None:
-    bounds: dict[str, Any] = {"file_bytes": 9 * KB, "bytes_per_key": 10 * KB}
-    async with batch_place(store_url, tmp_path / "kept", **bounds) as here:
-        await here.upload(b"x" * 8 * KB)
-        async with here.files.uploading("alice", None) as upload:
-            await here.files.storage.on_disk(upload.write, b"x" * 2 * KB)
-            error = await refusal_of(here.files.storage.on_disk(upload.write, b"x"))
-        assert (error.status, error.code) == (429, "insufficient_quota")
-        assert on_disk(here) == 8 * KB
 
 
 async def test_batches_of_a_full_key_pause_and_lose_nothing_until_there_is_room(
@@ -300,21 +227,6 @@ async def test_batches_of_a_full_key_pause_and_lose_nothing_until_there_is_room(
         assert await here.answer(9) == 1
         await here.settle()
         assert [one["custom_id"] for one in await here.output(batch)] == ["c0", "c1", "c2", "c3"]
-
-
-async def test_a_pause_by_the_caller_outlives_one_for_want_of_room(
-    store_url: str, tmp_path: Path
-) -> None:
-    bounds: dict[str, Any] = {"file_bytes": 9 * KB, "bytes_per_key": 9 * KB}
-    async with batch_place(store_url, tmp_path / "kept", **bounds) as here:
-        batch = await here.create([line("a")])
-        await here.settle()
-        await here.batches.pause("alice", batch.id, "openai")
-        id_ = await here.upload(b"x" * (9 * KB - await kept(here)))
-        await here.batches.upkeep.round()
-        await here.files.delete("alice", id_)
-        await here.batches.upkeep.round()
-        assert (await here.find(batch)).pause_reason == "paused"
 
 
 def a_request(number: int, length: int = 10) -> StoredRow:

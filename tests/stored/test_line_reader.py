@@ -13,9 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.stored.line_reader import (
-    CHUNK_BYTES,
-    CHUNK_LINES,
-    LONGEST_CUSTOM_ID,
     Line,
     LineError,
     LineReader,
@@ -106,11 +103,6 @@ def test_a_file_may_not_have_more_lines_than_the_most(parts: list[bytes], most: 
             read(content, line_bytes=200, most_lines=most)
 
 
-def test_a_file_of_empty_lines_is_not_read_to_its_end() -> None:
-    with pytest.raises(TooManyLines):
-        read(b"\n" * 10_000, most_lines=100)
-
-
 @given(pieces)
 def test_each_custom_id_has_one_line(parts: list[bytes]) -> None:
     found = read(b"\n".join(parts))
@@ -165,16 +157,6 @@ def test_a_broken_line_has_an_error_of_its_own(
     assert after.number == 3
 
 
-@pytest.mark.parametrize("name", ["custom_id", "method", "url", "body"])
-def test_a_line_without_a_field_is_told_which(name: str) -> None:
-    without = line("a")
-    del without[name]
-    found = error(without)
-    assert (found.code, found.param) == ("missing_required_parameter", name)
-    assert found.message == f"Missing required parameter: '{name}'."
-    assert found.custom_id == (None if name == "custom_id" else "a")
-
-
 def test_the_first_line_with_a_custom_id_has_it_and_later_ones_get_errors() -> None:
     a, b, c, d = read(jsonl([line("a"), line("b", url="x"), line("a"), line("b")]))
     assert isinstance(a, LineSpec)
@@ -183,18 +165,6 @@ def test_the_first_line_with_a_custom_id_has_it_and_later_ones_get_errors() -> N
     for again in (c, d):
         assert isinstance(again, LineError)
         assert (again.code, again.is_first) == ("duplicate_custom_id", False)
-
-
-@pytest.mark.parametrize("custom_id", [" ", " a ", "ä/—\u2028", "a" * LONGEST_CUSTOM_ID, "\n"])
-def test_a_custom_id_is_kept_as_it_is(custom_id: str) -> None:
-    assert spec(line(custom_id)).custom_id == custom_id
-
-
-def test_a_very_long_custom_id_is_an_error_that_repeats_it() -> None:
-    custom_id = "a" * (LONGEST_CUSTOM_ID + 1)
-    found = error(line(custom_id))
-    assert (found.code, found.custom_id) == ("invalid_custom_id", custom_id)
-    assert not found.is_first
 
 
 def test_a_line_that_is_too_long_is_an_error_of_its_own() -> None:
@@ -227,16 +197,6 @@ def test_the_longest_answer_is_estimated(fields: dict[str, Any], expected: int) 
     assert spec(line("a", body={"messages": [], **fields})).max_tokens == expected
 
 
-def test_any_model_can_be_kept() -> None:
-    def model(value: Any) -> str | None:
-        return spec(line("a", body={"model": value})).model
-
-    assert model("m") == "m"
-    assert model(7) is None
-    assert model("a\0b") == "ab"
-    assert model("x" * 1000) == "x" * 256
-
-
 def test_prompts_that_begin_alike_share_a_number() -> None:
     def prefix(*texts: str, **more: Any) -> int:
         messages = [{"role": "user", "content": text} for text in texts]
@@ -251,28 +211,6 @@ def test_prompts_that_begin_alike_share_a_number() -> None:
     assert prefix(long) < 1 << 63
 
 
-def test_prompts_are_measured() -> None:
-    body = {"messages": [{"role": "user", "content": "x" * 4000}]}
-    assert 950 < spec(line("a", body=body), line_bytes=10_000).prompt_tokens < 1100
-    ids = BODY.replace("chat/completions", "completions") % '{"prompt": [1, 2, 3]}'
-    reader = LineReader(io.BytesIO(ids.encode()), "/v1/completions", most_lines=1, line_bytes=9999)
-    (found,) = reader.read_some()
-    assert isinstance(found, LineSpec)
-    assert found.prompt_tokens == 3
-
-
-def test_a_batch_of_one_model_tells_it() -> None:
-    def model(*names: str | None) -> str | None:
-        content = jsonl(line(str(n), body={"model": name}) for n, name in enumerate(names))
-        reader = LineReader(io.BytesIO(content), CHAT, most_lines=9, line_bytes=999)
-        assert len(reader.read_some()) == reader.total == len(names)
-        return reader.model
-
-    assert model("a", "a") == "a"
-    assert model("a", "b", "c") is None
-    assert model(None, "a") is None
-
-
 def test_memory_is_bounded_whatever_the_file_holds(tmp_path: Path) -> None:
     with (tmp_path / "one endless line").open("w+b") as file:
         file.truncate(64 << 20)
@@ -283,16 +221,3 @@ def test_memory_is_bounded_whatever_the_file_holds(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert (found.length, isinstance(found, LineError)) == (64 << 20, True)
     assert peak < 4 << 20
-
-
-def test_one_call_returns_some_lines_only() -> None:
-    many = LineReader(
-        io.BytesIO(jsonl(line(str(n)) for n in range(3 * CHUNK_LINES))), CHAT,
-        most_lines=9999, line_bytes=9999, rest=lambda: None,
-    )  # fmt: skip
-    assert len(many.read_some()) == CHUNK_LINES
-    long = (line(str(n), more="x" * (CHUNK_BYTES // 4)) for n in range(20))
-    few = LineReader(
-        io.BytesIO(jsonl(long)), CHAT, most_lines=99, line_bytes=CHUNK_BYTES, rest=lambda: None
-    )
-    assert len(few.read_some()) < 20

@@ -14,25 +14,16 @@ from gateway.config.stored import BatchSettings
 from gateway.store.schema import batches, stored_requests
 from gateway.store.store import Store
 from gateway.stored.background_requests import add_background
-from gateway.stored.batch_rows import add_batch, pause_batch, resume_batch
+from gateway.stored.batch_rows import add_batch
 from gateway.stored.claims import (
     BUSY_SECONDS,
-    LONGEST_UNREAD,
     UNTOLD_SECONDS,
     RequestKind,
-    RequestState,
     UnfinishedWork,
     WaitingLines,
-    WorkLeft,
     add_rows,
-    line_id,
-    new_id,
-    put_back,
-    record,
-    result_rows,
     waiting_by_kind,
     waiting_lines,
-    work_left,
 )
 from gateway.stored.folder import ID_FILE, DiskThreads, Folder, Storage, job
 from tests.polling import eventually
@@ -44,32 +35,16 @@ from tests.stored.stored_rows import (
     PATH,
     a_batch,
     a_line,
-    a_result,
     alone,
     begin,
     claim,
     do,
-    find_row,
     limits,
-    numbers,
 )
 
 
 def token(count: int) -> str:
     return "ab" * count
-
-
-def test_ids_grow_with_time() -> None:
-    times = [0.0, 1.0, 1_780_000_000.123, 1_780_000_000.124, 4_000_000_000.0]
-    ids = [new_id("batch_", at, token) for at in times]
-    assert ids == sorted(set(ids))
-    assert new_id("batch_", 1_780_000_000.123, token) == f"batch_019e7044887b{'ab' * 10}"
-
-
-def test_a_line_has_the_same_id_however_often_its_input_is_read() -> None:
-    batch = new_id("msgbatch_", 1.0, token)
-    assert line_id(batch, 7) == line_id(batch, 7) == f"batch_req_0000000003e8{'ab' * 10}_7"
-    assert line_id(batch, 7) != line_id(batch, 71)
 
 
 def groups(store: Store, now: float = NOW) -> list[WaitingLines]:
@@ -78,24 +53,6 @@ def groups(store: Store, now: float = NOW) -> list[WaitingLines]:
 
 def kinds(store: Store) -> dict[str, int]:
     return do(store, waiting_by_kind, FOLDER, NOW)
-
-
-def test_a_row_comes_back_as_it_was_added(store: Store) -> None:
-    line = a_line(1, custom_id="ü\u2028/1", prefix=-(1 << 62), stream=True, user="ann")
-    begin(store, a_batch(), [line])
-    kind = RequestKind.LINE
-    assert store.run_now(lambda c: find_row(c, "alice", line.id, kind)) == line
-    assert store.run_now(lambda c: find_row(c, "bob", line.id, kind)) is None
-    assert store.run_now(lambda c: find_row(c, "alice", line.id, RequestKind.DEFERRED)) is None
-
-
-def test_lines_that_are_added_again_stay_as_they_are(store: Store) -> None:
-    batch, lines = a_batch(), [a_line(number) for number in range(1, 4)]
-    begin(store, batch, lines)
-    (first,) = claim(store, limit=1)
-    assert store.run_now(lambda c: add_rows(c, lines))
-    assert store.run_now(lambda c: work_left(c, batch.id)) == WorkLeft(2, 1, 30, 60)
-    assert store.run_now(lambda c: find_row(c, "alice", first.id, first.kind)) == first
 
 
 def test_groups_are_sums_of_what_may_run_now(store: Store) -> None:
@@ -112,45 +69,6 @@ def test_groups_are_sums_of_what_may_run_now(store: Store) -> None:
         WaitingLines(second.id, "bob", PATH, "m1", "normal", 2, NOW + 60),
     ]
     assert kinds(store) == {"response": 2}
-
-
-def test_what_runs_is_put_off_or_paused_is_in_no_group(store: Store) -> None:
-    batch = a_batch()
-    begin(store, batch, [a_line(number) for number in range(1, 4)])
-    taken = claim(store, limit=2)
-    store.run_now(lambda c: put_back(c, "p1", [taken[0].id], NOW + 60))
-    assert [one.rows for one in groups(store)] == [1]
-    assert [one.rows for one in groups(store, NOW + 60)] == [2]
-    store.run_now(lambda c: pause_batch(c, "alice", batch.id, NOW, "by its owner"))
-    assert groups(store) == []
-    store.run_now(lambda c: resume_batch(c, "alice", batch.id))
-    assert [one.rows for one in groups(store)] == [1]
-
-
-def test_another_folders_requests_are_not_seen(store: Store) -> None:
-    other = a_batch(1, folder="e" * 32)
-    begin(store, other, [a_line(1, other)])
-    store.run_now(lambda c: add_rows(c, [alone(1, folder="e" * 32)]))
-    assert groups(store) == []
-    assert kinds(store) == {}
-    assert claim(store) == claim(store, kind=RequestKind.RESPONSE) == []
-
-
-def test_results_come_page_by_page_in_the_order_of_the_lines(store: Store) -> None:
-    batch = a_batch()
-    broken = a_line(3, state=RequestState.FAILED, error_code="invalid_json_line")
-    begin(store, batch, [a_line(1), a_line(2), broken, a_line(4), a_line(5)])
-    rows = {row.number: row for row in claim(store, limit=3)}
-    assert sorted(rows, key=str) == [1, 2, 4]
-
-    def end(connection: Connection) -> None:
-        record(connection, "p1", [a_result(rows[4]), a_result(rows[1])], NOW)
-
-    store.run_now(end)
-    first = store.run_now(lambda c: result_rows(c, batch.id, 0, 2))
-    assert numbers(first) == [1, 3]
-    assert (first[0].result_place, first[0].result_offset) == ("results-1", 100)
-    assert numbers(store.run_now(lambda c: result_rows(c, batch.id, 3, 2))) == [4]
 
 
 def test_sqlite_reads_waiting_lines_by_their_index(tmp_path: Path) -> None:
@@ -245,15 +163,6 @@ async def test_what_another_process_adds_is_seen(place: Place, store_url: str) -
     assert await eventually(seen)
 
 
-async def test_the_store_is_read_now_and_then_though_nothing_is_new(place: Place) -> None:
-    work = place.work()
-    assert not await work.exists()
-    add_request(place.store)
-    assert not await work.exists()
-    place.seconds[0] += LONGEST_UNREAD
-    assert await work.exists()
-
-
 async def test_what_waits_runs_or_has_not_ended_is_work(place: Place) -> None:
     store, work = place.store, place.work()
 
@@ -275,13 +184,6 @@ async def test_what_waits_runs_or_has_not_ended_is_work(place: Place) -> None:
     assert await exists()
     assert len(claim(store, kind=RequestKind.RESPONSE)) == 1
     assert await exists()
-
-
-async def test_work_of_another_folder_is_none(place: Place, tmp_path: Path) -> None:
-    place.folder = a_folder(tmp_path / "another", "e" * 32)
-    begin(place.store, a_batch(), [a_line(1)])
-    add_request(place.store)
-    assert not await place.work().exists()
 
 
 def end_batches(connection: Connection) -> None:

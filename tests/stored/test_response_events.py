@@ -13,13 +13,10 @@ import pytest
 from gateway.api import sse
 from gateway.api.resuming import named_event
 from gateway.app.assembly import Gateway
-from gateway.errors import GatewayError
 from gateway.stored.response_events import (
     NotRepeated,
     Repetition,
     ResponseEvents,
-    partial_output,
-    queued_response,
 )
 from tests.emulator import EmulatedNode
 from tests.forward.proxy_over_nodes import A_FIRST, proxy_over
@@ -37,52 +34,26 @@ from tests.stored.responses_over_nodes import (
     text_of,
 )
 
-TEXT = "response.output_text.delta"
 
-
-def deltas(text: str, rng: random.Random) -> list[dict[str, Any]]:
-    """Deltas of this text, cut at random."""
-    values = []
-    while text:
-        size = rng.randint(1, 5)
-        values.append({"type": TEXT, "sequence_number": 7, "item_id": "i", "delta": text[:size]})
-        text = text[size:]
-    return values
-
-
-def a_run(text: str, rng: random.Random) -> list[dict[str, Any]]:
+def a_run(*deltas: str) -> list[dict[str, Any]]:
+    """Events of an item with this text."""
+    values = [{"type": "response.output_text.delta", "delta": delta} for delta in deltas]
+    text = "".join(deltas)
     added = {"type": "response.output_item.added", "item": {"id": "i"}}
-    done = {"type": "response.output_item.done", "item": {"id": "i", "text": text}}
-    return [added, *deltas(text, rng), done]
+    return [added, *values, {"type": "response.output_item.done", "item": {"text": text}}]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_the_same_text_passes_however_it_is_cut(seed: int) -> None:
-    rng = random.Random(seed)
-    text = "".join(rng.choice("ab ") for _ in range(60))
-    first, second = a_run(text, rng), a_run(text, rng)
-    seen = first[: rng.randrange(1, len(first) + 1)]
-    repetition = Repetition(seen)
-    new = [part for value in second if (part := repetition.new_part(value)) is not None]
-    assert repetition.done
-    parts = [value.get("delta", "") for value in (*seen, *new)]
-    assert "".join(parts) == text
-    kinds = [value["type"] for value in (*seen, *new) if value["type"] != TEXT]
-    assert kinds == ["response.output_item.added", "response.output_item.done"]
-
-
-@pytest.mark.parametrize(("seen", "text"), [(4, "other text"), (99, "one"), (99, "one text more")])
-def test_another_text_is_noticed_and_one_that_ends_earlier_or_goes_on(seen: int, text: str) -> None:
-    rng = random.Random(1)
-    repetition = Repetition(a_run("one text", rng)[:seen])
-    with pytest.raises(NotRepeated):
-        list(map(repetition.new_part, a_run(text, rng)))
-
-
-def test_another_event_is_noticed() -> None:
-    repetition = Repetition([{"type": "response.output_item.added", "item": {"id": "i"}}])
-    with pytest.raises(NotRepeated):
-        repetition.new_part({"type": "response.output_item.added", "item": {"id": "other"}})
+def test_the_same_text_passes_however_it_is_cut_and_no_other() -> None:
+    for seen in range(1, 5):
+        repetition = Repetition(a_run("one ", "te", "xt")[:seen])
+        parts = [repetition.new_part(value) for value in a_run("on", "e t", "ext")]
+        assert repetition.done
+        said = "".join(part.get("delta", "") for part in parts if part is not None)
+        assert said == "one text".removeprefix("".join(("one ", "te", "xt")[: seen - 1]))
+    for seen, other in ((2, "other text"), (9, "one"), (9, "one text more")):
+        repetition = Repetition(a_run("one ", "te", "xt")[:seen])
+        with pytest.raises(NotRepeated):
+            list(map(repetition.new_part, a_run(other)))
 
 
 _RESPONSE = {"id": "resp_n", "object": "response", "status": "in_progress"}
@@ -165,17 +136,6 @@ async def test_any_cut_of_the_bytes_gives_the_same_log(tmp_path: Path, seed: int
         assert found[0] == found[1]
 
 
-async def test_what_comes_behind_the_end_is_dropped(tmp_path: Path) -> None:
-    async with open_logs(tmp_path) as logs:
-        events = await begin(logs)
-        await events.write(node_events() + node_events(2, "x"))
-        await events.write(node_events())
-        await events.fail("server_error", "too late")
-        await events.cancel()
-        await events.close()
-        check_whole(await logged(logs, events.name))
-
-
 async def test_a_cancelled_response_ends_as_failed_with_what_it_has(tmp_path: Path) -> None:
     async with open_logs(tmp_path) as logs:
         events = await begin(logs)
@@ -223,22 +183,6 @@ async def test_an_error_event_becomes_a_failed_response(tmp_path: Path) -> None:
         response = check_whole(values, "response.failed")
         assert (response["status"], response["error"]["code"]) == ("failed", "node_failed")
         assert all("error" not in value for value in values)
-
-
-async def test_a_response_beyond_the_limit_fails_and_says_why(tmp_path: Path) -> None:
-    async with open_logs(tmp_path, most=6000) as logs:
-        events = await begin(logs)
-
-        async def fill() -> None:
-            for number in range(100):
-                await events.write(b"".join(list(sse.split(node_events(5, str(number))))[2:8]))
-
-        with pytest.raises(GatewayError, match=r"limits\.response_bytes"):
-            await fill()
-        await events.close()
-        values = await logged(logs, events.name)
-        assert values[-1]["response"]["error"]["code"] == "response_too_large"
-        assert logs.folder.path(events.name).stat().st_size < 20_000
 
 
 @pytest.mark.parametrize("cut", [1, 4, 9, 25])
@@ -333,22 +277,6 @@ async def test_what_may_come_out_otherwise_fails(tmp_path: Path) -> None:
         response = check_whole(values, "response.failed")
         assert response["error"]["code"] == "response_interrupted"
         assert response["output"][0]["content"][0]["text"] == text_of(values) != ""
-
-
-def test_a_partial_output_has_all_text_that_came() -> None:
-    item = {"id": "i", "type": "function_call", "arguments": ""}
-    values = [
-        {"type": "response.output_item.added", "output_index": 0, "item": item},
-        {"type": "response.function_call_arguments.delta", "output_index": 0, "delta": '{"a"'},
-        {"type": "response.function_call_arguments.delta", "output_index": 0, "delta": ":1"},
-    ]
-    assert partial_output(values) == [item | {"arguments": '{"a":1', "status": "incomplete"}]
-
-
-def test_a_queued_response_repeats_its_request() -> None:
-    found = queued_response("resp_1", 7.9, {"model": "m", "background": True, "temperature": 0})
-    assert (found["created_at"], found["status"], found["output"]) == (7, "queued", [])
-    assert (found["background"], found["temperature"], found["tools"]) == (True, 0, [])
 
 
 STORY = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 from gateway.api import sse
 from gateway.api.resuming import named_event
 from gateway.stored import response_log
-from gateway.stored.folder import DiskThreads, Folder, FolderError
+from gateway.stored.folder import Folder, FolderError
 from gateway.stored.response_log import (
     Extent,
     LogBroken,
@@ -29,8 +28,6 @@ from gateway.stored.response_log import (
 )
 from tests.gateways import until
 from tests.stored.responses_over_nodes import logged, open_logs
-from tests.stored.virtual_store import store_in_virtual_time
-from tests.virtual import in_virtual_time
 
 
 def a_folder(path: Path) -> Folder:
@@ -73,17 +70,6 @@ def test_a_scan_finds_what_was_written(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_each_event_is_found_by_its_number(tmp_path: Path) -> None:
-    folder, name = a_log(tmp_path)
-    put(
-        folder, name, [events(0, 40), events(40, 1, 700_000), events(41, 1, 300_000), events(42, 9)]
-    )
-    data = folder.path(name).read_bytes()
-    for number in (0, 1, 39, 40, 41, 42, 50):
-        offset = response_log.find_event(folder, name, number)
-        assert data[offset:].split(b"\n")[1].find(b'"sequence_number":%d,' % number) > 0
-
-
 def test_whatever_is_torn_off_the_whole_events_before_it_stay(tmp_path: Path) -> None:
     folder, name = a_log(tmp_path)
     whole = events(0, 4)
@@ -109,20 +95,6 @@ def test_what_is_no_next_event_or_comment_of_one_ends_the_log(
     assert (log.events, log.size) == (found, len(events(0, 3) if found == 3 else whole))
 
 
-def test_what_another_process_adds_is_seen(tmp_path: Path) -> None:
-    folder, name = a_log(tmp_path)
-    extent = put(folder, name, [events(0, 3)])
-    with folder.path(name).open("ab") as file:
-        file.write(events(3, 3, last="failed")[:-4])
-        file.flush()
-        extent = response_log.scan_log(folder, name, extent)
-        assert (extent.events, extent.ended) == (5, False)
-        file.write(events(3, 3, last="failed")[-4:])
-        file.flush()
-    extent = response_log.scan_log(folder, name, extent)
-    assert (extent.events, extent.ended) == (6, True)
-
-
 def test_two_writers_are_noticed(tmp_path: Path) -> None:
     folder, name = a_log(tmp_path)
     put(folder, name, [events(0, 3)])
@@ -133,13 +105,6 @@ def test_two_writers_are_noticed(tmp_path: Path) -> None:
     )
     assert [type(result) for result in results] == [LogTaken, FileNotFoundError]
     assert response_log.scan_log(folder, name).events == 3
-
-
-def test_a_full_folder_takes_no_new_log(tmp_path: Path) -> None:
-    folder = Folder(tmp_path / "folder", most_bytes=lambda: 10, spare_bytes=0)
-    folder.open()
-    with pytest.raises(FolderError, match="folder_bytes"):
-        response_log.create_log(folder)
 
 
 END: dict[str, Any] = {"type": "response.completed", "response": {}}
@@ -188,31 +153,6 @@ async def test_pending_bytes_are_bounded(tmp_path: Path) -> None:
             assert waiting * 4000 <= response_log.MOST_PENDING_BYTES + 8000
 
 
-@in_virtual_time
-async def test_many_logs_are_written_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rounds = 0
-    write_all = response_log.write_logs
-
-    def counted(*arguments: Any) -> Any:
-        nonlocal rounds
-        rounds += 1
-        return write_all(*arguments)
-
-    monkeypatch.setattr(response_log, "write_logs", counted)
-    with store_in_virtual_time():
-        async with open_logs(tmp_path) as logs:
-            open_ones = [await logs.create() for _ in range(100)]
-            for _ in range(20):
-                for log in open_ones:
-                    await log.append(values(1))
-                await asyncio.sleep(0.01)
-            await asyncio.gather(*(log.flush() for log in open_ones))
-            assert all(log.extent.events == 20 for log in open_ones)
-            assert rounds <= 15
-
-
 async def test_a_disk_that_fails_fails_the_log_and_no_other(tmp_path: Path) -> None:
     async with open_logs(tmp_path) as logs:
         broken, good = await logs.create(), await logs.create()
@@ -229,48 +169,6 @@ async def test_a_disk_that_fails_fails_the_log_and_no_other(tmp_path: Path) -> N
         assert broken.broken
         await good.flush()
         assert good.extent.events == 1
-
-
-async def test_what_was_written_is_brought_to_the_disk_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rounds: list[list[str]] = []
-
-    def sync_logs(_: Folder, names: list[str]) -> None:
-        rounds.append(names)
-        if len(rounds) == 1:
-            raise FolderError("the disk is away", "mount it")
-
-    monkeypatch.setattr(response_log, "sync_logs", sync_logs)
-    monkeypatch.setattr(response_log, "SYNC_SECONDS", 0.1)
-    async with open_logs(tmp_path) as logs:
-        first, second = await logs.create(), await logs.create()
-        for log in (second, first, second):
-            await log.append(values(1))
-            await log.flush()
-        await until(lambda: rounds == [sorted([first.name, second.name])])
-        await second.append(values(1))
-        await until(lambda: rounds[1:] == [[second.name]])
-
-
-async def test_what_is_pending_is_written_at_the_end_of_the_process(tmp_path: Path) -> None:
-    async with open_logs(tmp_path) as logs:
-        log = await logs.create()
-        await log.append(values(3))
-    async with open_logs(tmp_path) as logs:
-        assert len(await logged(logs, log.name)) == 3
-
-
-async def test_a_deleted_log_is_gone(tmp_path: Path) -> None:
-    async with open_logs(tmp_path) as logs:
-        log = await logs.create()
-        await log.append(values(3))
-        await log.flush()
-        await logs.delete(log.name)
-        assert log.broken
-        assert not logs.folder.path(log.name).exists()
-        with pytest.raises(FileNotFoundError):
-            await logs.open(log.name)
 
 
 async def test_a_torn_log_is_written_on_behind_its_whole_events(tmp_path: Path) -> None:
@@ -290,52 +188,6 @@ async def test_a_torn_log_is_written_on_behind_its_whole_events(tmp_path: Path) 
         assert [one["sequence_number"] for one in await logged(logs, name)] == [0, 1, 2, 3]
 
 
-async def test_two_openings_are_one_log(tmp_path: Path) -> None:
-    async with open_logs(tmp_path) as logs:
-        log = await logs.create()
-        await log.append(values(1))
-        await log.flush()
-        await log.stop_writing()
-        name = log.name
-        del log
-        one, other = await asyncio.gather(logs.open(name), logs.open(name, to_write=True))
-        assert one is other
-        await one.append([END])
-        await other.flush()
-        del one, other
-        await until(lambda: len(logs._open) == 0)
-
-
-async def test_the_end_is_on_the_disk_before_it_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced: list[int] = []
-    monkeypatch.setattr(os, "fdatasync", lambda fd: synced.append(os.fstat(fd).st_size))
-    async with open_logs(tmp_path) as logs:
-        log = await logs.create()
-        await log.append(values(1))
-        await log.append([END])
-        await until(lambda: log.ended)
-        assert log.size in synced
-
-
-@in_virtual_time
-async def test_what_was_written_is_synced_soon(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced: list[int] = []
-    monkeypatch.setattr(os, "fdatasync", lambda fd: synced.append(os.fstat(fd).st_size))
-    with store_in_virtual_time():
-        async with open_logs(tmp_path) as logs:
-            log = await logs.create()
-            await log.append(values(1))
-            await until(lambda: log.size in synced and log.size > 0, 10)
-
-
-def test_the_limits_are_what_the_words_say() -> None:
-    assert response_log.COMMIT_SECONDS <= 0.05
-
-
 async def test_nobody_waits_for_logs_that_have_closed(tmp_path: Path) -> None:
     async with open_logs(tmp_path) as logs, asyncio.timeout(60):
         early = await logs.create()
@@ -345,22 +197,6 @@ async def test_nobody_waits_for_logs_that_have_closed(tmp_path: Path) -> None:
             with pytest.raises(LogBroken):
                 await log.append(values(1))
             await log.flush()
-
-
-async def test_a_log_whose_flush_is_late_takes_nothing_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(response_log, "FLUSH_SECONDS", 0.1)
-    folder = Folder(tmp_path / "folder", most_bytes=lambda: 1 << 30, spare_bytes=0)
-    folder.open()
-    logs = ResponseLogs(folder, DiskThreads(), lambda: 1 << 20)
-    log = await logs.create()
-    await log.append(values(1))
-    with pytest.raises(LogBroken):
-        await log.flush()
-    with pytest.raises(LogBroken):
-        await log.append(values(1))
-    logs.threads.close()
 
 
 def value(number: int) -> dict[str, Any]:
@@ -434,18 +270,6 @@ async def test_silence_is_broken_by_a_comment(
             pass
         assert numbers(piece) == [4]
         await pieces.aclose()
-
-
-async def test_without_an_end_the_followers_break(tmp_path: Path) -> None:
-    async with open_logs(tmp_path) as logs:
-        log = await logs.create()
-        await log.append([value(0)])
-        one = asyncio.create_task(read(logs, log.name))
-        other = asyncio.create_task(read(logs, log.name, 7))
-        await until(lambda: len(log.waiters) == 2)
-    for reader in (one, other):
-        with pytest.raises(LogBroken):
-            await reader
 
 
 async def test_a_log_of_another_process_is_followed_too(tmp_path: Path) -> None:

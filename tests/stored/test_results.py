@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from gateway.store.schema import usage
 from gateway.stored.batch_rows import Batch
 from gateway.stored.claims import BatchState, RequestState, put_back, release_lost
 from gateway.stored.line_reader import LineError
-from gateway.stored.results import ROW_BYTES, broken_line, is_output, response_line, unanswered_line
+from gateway.stored.results import ROW_BYTES, broken_line, response_line, unanswered_line
 from tests.gateways import until
 from tests.store.stores import LIMIT
 from tests.stored.batch_place import BatchPlace, answer, batch_place, count, killed, line
@@ -38,18 +37,6 @@ def response(content: bytes, api: str = "openai", status: int = 200) -> Any:
     return read(response_line("r1", "c", api, status=status, request_id="q", content=content))
 
 
-def test_an_answer_is_an_output_line() -> None:
-    found = response(b'{"a": 1,\n "b": [1.10, 1e400]}\r\n')
-    assert list(found) == ["id", "custom_id", "response", "error"]
-    assert found["response"]["status_code"] == 200
-    assert found["response"]["request_id"] == "q"
-    assert found["error"] is None
-    line = response_line(
-        "r", "c", "openai", status=200, request_id="q", content=b'{"n": 0.10000000000000000001}'
-    )
-    assert b"0.10000000000000000001" in line
-
-
 @pytest.mark.parametrize(
     "end", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e"]
 )
@@ -65,26 +52,6 @@ def test_no_character_divides_a_line(end: str) -> None:
 @pytest.mark.parametrize("content", [b"", b"nothing\n", b'{"a": "\xff"}', b'{"a": 1} x', b"[1,]"])
 def test_what_is_no_json_becomes_a_text(content: bytes) -> None:
     assert response(content)["response"]["body"] == content.decode("utf-8", "replace")
-
-
-def test_an_error_s_response_is_an_error_line() -> None:
-    content = json.dumps({"error": {"message": "no", "type": "t", "param": None, "code": "c"}})
-    found = response(content.encode(), status=404)
-    assert (found["error"], found["response"]["status_code"]) == (None, 404)
-    assert found["response"]["body"]["error"]["message"] == "no"
-    assert is_output("openai", 200)
-    assert not is_output("openai", 404)
-    assert not is_output("openai", None)
-    assert is_output("anthropic", 404)
-    assert is_output("anthropic", None)
-
-
-def test_a_broken_line_names_its_number() -> None:
-    found = read(broken_line("r1", "openai", BROKEN))
-    assert (found["custom_id"], found["response"]) == ("ä", None)
-    assert found["error"] == {
-        "code": "invalid_url", "message": "It does not match.", "param": "url", "line": 3,
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -244,20 +211,6 @@ async def test_results_wait_for_a_store_that_is_away(
     assert await here.store.run(count(usage)) == 10
 
 
-async def test_a_result_that_can_not_be_recorded_keeps_no_other_from_it(here: BatchPlace) -> None:
-    batch = await begun(here, 5)
-    rows = await here.claim()
-    task = asyncio.create_task(here.results.run())
-    outcomes = [answer(row, here.process.id) for row in rows]
-    outcomes[2] = replace(outcomes[2], usage=("too", "short"))
-    added = [here.results.add(row, outcome) for row, outcome in zip(rows, outcomes, strict=True)]
-    ends = await asyncio.gather(*added, return_exceptions=True)
-    task.cancel()
-    assert [one is True for one in ends] == [True, True, False, True, True]
-    assert isinstance(ends[2], Exception)
-    assert (await here.find(batch)).completed == 4
-
-
 class SilentLedger:
     """A ledger that writes, and never tells that it has."""
 
@@ -286,19 +239,6 @@ async def test_what_may_have_been_recorded_is_recorded_once(here: BatchPlace) ->
     found = await here.find(batch)
     assert (found.completed, found.cost) == (5, 2.5)
     assert await here.store.run(count(usage)) == 5
-
-
-async def test_results_of_many_batches_need_few_open_files(
-    here: BatchPlace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gateway.stored.results.MOST_FILES", 3)
-    many = [await begun(here, 2) for _ in range(8)]
-    assert await here.answer() == 16
-    written = [name for name in here.kept("results") if here.folder.is_written(name)]
-    assert len(written) == 3
-    await here.settle()
-    for batch in many:
-        assert len(await here.output(batch)) == 2
 
 
 async def test_a_folder_that_fills_in_the_middle_delays_results_and_loses_none(

@@ -11,12 +11,10 @@ from typing import Any
 from unittest.mock import AsyncMock, MagicMock
 
 import pytest
-from structlog.testing import capture_logs
 
 from gateway import errors
 from gateway.api import sse
 from gateway.callers.ledger import ROW_COLUMNS
-from gateway.request.body import LARGE_BODY_BYTES
 from gateway.stored.claims import StoredRow
 from gateway.stored.runner import HeldRow, Outcome, RowDeferred, RowExpired, RowRuns
 from tests.emulator import EmulatedNode
@@ -69,29 +67,6 @@ async def test_a_row_has_the_response_that_a_client_would_get(tmp_path: Path, pa
 
 
 @in_virtual_time
-async def test_embeddings_and_several_prompts_are_run_too(tmp_path: Path) -> None:
-    async with proxy_over(tmp_path, EmulatedNode(embeddings=True), keys=[key()]) as proxy:
-        outcome = await proxy.app.background.runner.run(
-            a_row("/v1/embeddings"), b'{"input": "some text"}'
-        )
-        assert outcome.status == 200
-        assert len(json.loads(outcome.content)["data"]) == 1
-    async with proxy_over(tmp_path, EmulatedNode(), keys=[key()]) as proxy:
-        outcome = await run(proxy, a_row("/v1/completions"), prompt=["one", "two"])
-        assert len(json.loads(outcome.content)["choices"]) == 2
-        assert usage_of(outcome)["completion_tokens"] == 40
-
-
-@in_virtual_time
-async def test_the_class_is_at_most_the_highest_of_the_key(tmp_path: Path) -> None:
-    limited = key(**{"class": "batch", "max_class": "normal"})
-    async with proxy_over(tmp_path, EmulatedNode(), keys=[limited]) as proxy:
-        assert usage_of(await run(proxy))["class"] == "batch"
-        raised = await run(proxy, a_row(class_="urgent"))
-        assert usage_of(raised)["class"] == "normal"
-
-
-@in_virtual_time
 async def test_an_event_sink_gets_whole_events_to_the_end(tmp_path: Path) -> None:
     async with proxy_over(tmp_path, EmulatedNode(), keys=[key()]) as proxy:
         sink = Kept()
@@ -100,14 +75,6 @@ async def test_an_event_sink_gets_whole_events_to_the_end(tmp_path: Path) -> Non
         assert all(part.endswith(b"\n\n") for part in sink.writes)
         assert sse.payload(list(sse.split(b"".join(sink.writes)))[-1]) == b"[DONE]"
         assert usage_of(outcome)["stream"] is True
-
-
-@in_virtual_time
-async def test_a_stream_without_a_sink_is_refused(tmp_path: Path) -> None:
-    async with proxy_over(tmp_path, EmulatedNode(), keys=[key()]) as proxy:
-        outcome = await run(proxy, stream=True)
-        assert (outcome.status, outcome.error_code) == (400, "invalid_request")
-        assert outcome.usage is None
 
 
 @in_virtual_time
@@ -148,20 +115,6 @@ async def test_a_row_waits_while_a_limit_of_its_caller_is_reached(tmp_path: Path
         assert (await run(proxy)).status == 200
         proxy.app.bus.flush()
         assert [one.status for one in proxy.finished] == [200, 200]
-
-
-@in_virtual_time
-async def test_a_row_beyond_a_quota_waits_for_the_next_day_or_fails_if_no_day_admits_it(
-    tmp_path: Path,
-) -> None:
-    limited = key(limits={"tokens_per_day": 40})
-    async with proxy_over(tmp_path, EmulatedNode(), keys=[limited]) as proxy:
-        assert (await run(proxy, max_tokens=41)).status == 400
-        assert (await run(proxy)).status == 200
-        proxy.app.bus.flush()
-        with pytest.raises(RowDeferred) as deferred:
-            await run(proxy)
-        assert deferred.value.reason == "insufficient_quota"
 
 
 @in_virtual_time
@@ -246,29 +199,6 @@ async def test_a_row_that_the_shutdown_ends_is_run_again(tmp_path: Path) -> None
             await proxy.settled()
 
 
-@in_virtual_time
-async def test_figures_of_prompt_caches_are_hidden_where_the_settings_want_that(
-    tmp_path: Path,
-) -> None:
-    node = EmulatedNode(cache_ram=1 << 20)
-    async with proxy_over(tmp_path, node, keys=[key(cache={"hide": True})]) as proxy:
-        await run(proxy)
-        outcome = await run(proxy)
-        told = json.loads(outcome.content)
-        assert "cache_n" not in told.get("timings", {})
-        assert usage_of(outcome)["cached_tokens"] > 0
-        assert not told["usage"].get("prompt_tokens_details", {}).get("cached_tokens")
-
-
-@in_virtual_time
-async def test_a_large_body_is_run(tmp_path: Path) -> None:
-    async with proxy_over(tmp_path, EmulatedNode(context=100_000), keys=[key()]) as proxy:
-        text = "word " * (LARGE_BODY_BYTES // 4)
-        outcome = await run(proxy, messages=[{"role": "user", "content": text}])
-        assert outcome.status == 200
-        assert usage_of(outcome)["prompt_tokens"] > 10_000
-
-
 class Runs(RowRuns[HeldRow]):
     """One that holds a row whose run never ends by itself."""
 
@@ -313,16 +243,3 @@ async def test_a_row_whose_run_is_cancelled_waits_again_though_it_had_not_begun(
     async with asyncio.timeout(5):
         await runs.ended()
     assert runs.put_back == ["row_1"]
-
-
-async def test_a_row_whose_cancelled_run_fails_to_end_waits_again_and_is_told() -> None:
-    runs = Runs()
-    runs.fails = True
-    task = runs.begin()
-    await asyncio.sleep(0)
-    task.cancel()
-    with capture_logs() as told:
-        async with asyncio.timeout(5):
-            await runs.ended()
-    assert runs.put_back == ["row_1"]
-    assert [(one["event"], one["request"]) for one in told] == [("failed", "row_1")]

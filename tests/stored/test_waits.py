@@ -120,17 +120,6 @@ async def test_a_starved_batch_says_since_when_callers_go_first_and_when_it_star
 
 @pytest.mark.usefixtures("hurried")
 @in_virtual_time
-async def test_a_batch_that_runs_does_not_wait(tmp_path: Path) -> None:
-    async with virtual_gateway_over(tmp_path, EmulatedNode(slots=2, decode_tps=10)) as running:
-        batch = await submit(running, lines(30))
-        for _ in range(20):
-            await asyncio.sleep(1.0)
-            own = (await show(running, batch))["llama_gateway"]
-            assert own["why_waiting"] is None or own["why_waiting"]["reason"] == "validating"
-
-
-@pytest.mark.usefixtures("hurried")
-@in_virtual_time
 async def test_a_paused_batch_and_one_of_a_paused_model_say_so(tmp_path: Path) -> None:
     node = EmulatedNode(slots=1, decode_tps=10)
     async with virtual_gateway_over(tmp_path, node) as running:
@@ -141,18 +130,6 @@ async def test_a_paused_batch_and_one_of_a_paused_model_say_so(tmp_path: Path) -
         own = answer.json()["llama_gateway"]
         assert own["why_waiting"]["reason"] == "paused"
         assert own["why_waiting"]["since"] == own["paused"]["at"]
-
-
-@pytest.mark.usefixtures("hurried")
-@in_virtual_time
-async def test_a_batch_without_a_node_says_so(tmp_path: Path) -> None:
-    node = EmulatedNode(slots=1, decode_tps=10)
-    async with virtual_gateway_over(tmp_path, node) as running:
-        running.gateway.fleet.drain("n0")
-        batch = await submit(running, lines(4))
-        own = await why(running, batch)
-        assert own["why_waiting"]["reason"] == "no_node"
-        assert own["expected_end"] is None
 
 
 @pytest.mark.usefixtures("hurried")

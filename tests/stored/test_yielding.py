@@ -107,19 +107,6 @@ async def test_a_request_that_would_wait_gets_the_slot_of_a_batch_row(tmp_path: 
         assert proxy.app.scheduler.yielding == {}
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
-@in_virtual_time
-async def test_rows_of_other_apis_yield_too(tmp_path: Path, path: str) -> None:
-    async with proxy_over(tmp_path, a_node(1), **CALM) as proxy:
-        events = yields_of(proxy)
-        whole = await start_row(proxy, 1, path)
-        row = start_row(proxy, 2, path)
-        await in_decode(proxy, 1)
-        assert await ttft(proxy) < 2.0
-        assert text_of(await row) == text_of(whole)
-        assert [event.resumed_on for event in events] == ["a"]
-
-
 @in_virtual_time
 async def test_a_sink_gets_one_whole_stream_though_its_row_was_cut(tmp_path: Path) -> None:
     async with proxy_over(tmp_path, a_node(1), **CALM) as proxy:
@@ -146,24 +133,6 @@ async def test_a_row_that_can_not_be_resumed_is_not_cut(tmp_path: Path) -> None:
         assert await ttft(proxy) > 30.0
         assert (await row).status == 200
         assert events == []
-
-
-@in_virtual_time
-async def test_a_cut_row_goes_on_where_a_slot_comes_free_first(tmp_path: Path) -> None:
-    one, two = a_node(1), a_node(1)
-    async with proxy_over(tmp_path, one, two, **CALM) as proxy:
-        events = yields_of(proxy)
-        whole = await start_row(proxy, 0)
-        row = start_row(proxy, 1)
-        await in_decode(proxy, 1)
-        first = asyncio.create_task(proxy.ask(CHAT, **ROW))
-        await in_decode(proxy, 2)
-        second = asyncio.create_task(proxy.ask(CHAT, temperature=0, max_tokens=1200))
-        assert text_of(await row) == text_of(whole)
-        await asyncio.gather(first, second)
-        (event,) = events
-        assert event.resumed_on != event.node
-        assert event.waited_seconds > 20
 
 
 @in_virtual_time
@@ -200,20 +169,6 @@ async def test_a_row_that_has_yielded_waits_while_every_node_is_out(tmp_path: Pa
         assert not row.done()
         await node.revive()
         assert text_of(await row) == text_of(whole)
-
-
-@in_virtual_time
-async def test_a_waiting_row_that_has_yielded_can_be_cancelled(tmp_path: Path) -> None:
-    async with proxy_over(tmp_path, a_node(1), **CALM) as proxy:
-        row = start_row(proxy, 1)
-        await in_decode(proxy, 1)
-        busy = asyncio.create_task(proxy.ask(CHAT, max_tokens=100))
-        await until(lambda: len(proxy.app.scheduler.queue_positions()) == 1)
-        await until(lambda: proxy.app.scheduler.queue_position("row_1") is not None)
-        row.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await row
-        await busy
 
 
 CONTEXT = 4096

@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import pty
-import warnings
 from pathlib import Path
 
 import pytest
@@ -28,14 +27,6 @@ def test_the_level_can_change_while_it_runs(written: Written) -> None:
     log.debug("heard")
     logging.getLogger("gateway.something").debug("heard too")
     assert [line["event"] for line in written.lines()] == ["heard", "heard too"]
-
-
-def test_the_end_restores_the_levels_of_before(tmp_path: Path) -> None:
-    loggers = [logging.getLogger(), logging.getLogger("gateway")]
-    before = [logger.level for logger in loggers]
-    with (tmp_path / "log").open("wb") as file, set_up_logging("error", fd=file.fileno()):
-        assert [logger.level for logger in loggers] == [logging.ERROR, logging.ERROR]
-    assert [logger.level for logger in loggers] == before
 
 
 def test_other_libraries_are_logged_from_warning_on(written: Written) -> None:
@@ -73,16 +64,6 @@ def test_an_exception_is_logged_by_type_and_place_without_its_message(written: W
         assert "in parse" in line["exception"]
 
 
-def test_the_message_of_an_os_error_is_logged(written: Written) -> None:
-    written.set_up()
-    try:
-        Path("/nonexistent/x").read_bytes()
-    except OSError:
-        structlog.get_logger().exception("it broke")
-    (line,) = written.lines()
-    assert "FileNotFoundError: No such file or directory" in line["exception"]
-
-
 async def test_an_unawaited_tasks_exception_is_logged_without_its_message(written: Written) -> None:
     written.set_up()
 
@@ -100,16 +81,6 @@ async def test_an_unawaited_tasks_exception_is_logged_without_its_message(writte
     assert "never retrieved" in text
     assert "in work" in text
     assert SECRET not in text
-
-
-def test_pythons_warnings_are_logged(written: Written) -> None:
-    written.set_up()
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.warn("take care", UserWarning, stacklevel=1)
-    (line,) = written.lines()
-    assert line["logger"] == "py.warnings"
-    assert "take care" in line["event"]
 
 
 @pytest.mark.parametrize("form", ["json", "console"])
@@ -134,15 +105,6 @@ def test_no_text_breaks_out_of_its_line(written: Written, form: LogFormat) -> No
     assert "could not be read" in lines[3]
 
 
-def test_a_line_for_every_request_has_no_character_that_a_terminal_obeys(written: Written) -> None:
-    logs = written.set_up(form="json")
-    fields = {"model": "ä\x9b31m\x7f", "tags": ["\u2028\u202e"]}
-    logs.write_json("info", "request finished", fields)
-    (line,) = written.text().splitlines()
-    assert line.isprintable()
-    assert json.loads(line).items() >= fields.items()
-
-
 def test_a_terminal_gets_coloured_text_and_a_file_gets_json(tmp_path: Path) -> None:
     def shown(environment: dict[str, str]) -> str:
         main, terminal = pty.openpty()
@@ -164,14 +126,3 @@ def test_a_terminal_gets_coloured_text_and_a_file_gets_json(tmp_path: Path) -> N
     assert "id=req-1" in plain
     assert "status=200" in plain
     assert not plain.startswith("{")
-
-
-def test_after_the_close_nothing_is_written_anywhere(
-    written: Written, capfd: pytest.CaptureFixture[str]
-) -> None:
-    logs = written.set_up()
-    logs.close()
-    written.bus.publish(finished())
-    structlog.get_logger().error("too late", secret=SECRET)
-    assert written.text() == ""
-    assert capfd.readouterr() == ("", "")

@@ -42,11 +42,6 @@ def test_only_llama_cpps_own_families_pass_and_without_labels_of_their_own() -> 
     assert shown(a=text) == [("llamacpp:kv", {"node": "a"}, 2.0)]
 
 
-def test_a_page_without_such_samples_is_none() -> None:
-    for text in (b"", b"<html>404</html>", b"\xff\xfe\0" * 100, b"llamacpp:x one\n"):
-        assert read_node_metrics(text) is None
-
-
 def test_a_node_cannot_add_lines_or_endless_samples() -> None:
     text = b"".join(b"llamacpp:n%d 1\n" % number for number in range(5 * MOST_SAMPLES))
     assert len(shown(a=text)) == MOST_SAMPLES

@@ -19,7 +19,6 @@ from tests.watch.tracing.collector import running_collector
 
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
-DEAD = "http://127.0.0.1:9/v1/traces"
 GRACE = 50.0
 """Seconds that a loaded machine may take for what should take two, and less than a mute collector
 takes."""
@@ -70,17 +69,6 @@ async def test_a_collector_that_takes_nothing_loses_traces_and_nothing_else(
             assert (await dropped(running))["not_taken"] >= 5
 
 
-async def test_a_dead_collector_is_told_in_the_log_once(tmp_path: Path) -> None:
-    async with EmulatedNode(slots=4) as node:
-        async with running_gateway(tmp_path, [node.url], settings(DEAD, timeout=0.1)) as running:
-            counts = running.gateway.tracing.counts
-            for number in range(1, 4):
-                await ask(running, 1)
-                await until(lambda n=number: counts.not_sent == n, GRACE)
-        log = (tmp_path / "gateway.log").read_text()
-    assert log.count("the collector takes no traces") == 1
-
-
 async def test_a_collector_that_is_busy_for_a_moment_gets_them_later(tmp_path: Path) -> None:
     async with running_collector() as collector, EmulatedNode() as node:
         good = collector.answer
@@ -92,18 +80,6 @@ async def test_a_collector_that_is_busy_for_a_moment_gets_them_later(tmp_path: P
             await collector.until_roots(1)
             assert running.gateway.tracing.counts.not_sent == 0
     assert len(collector.roots()) == 1, (collector.heads, collector.connections)
-
-
-async def test_an_answer_without_an_end_is_not_read(tmp_path: Path) -> None:
-    async with running_collector() as collector, EmulatedNode() as node:
-        collector.answer = b"HTTP/1.1 200 OK\r\ncontent-length: 99999999999\r\n\r\n" + b"x" * 1000
-        async with running_gateway(tmp_path, [node.url], settings(collector.url)) as running:
-            counts = running.gateway.tracing.counts
-            await ask(running, 1)
-            await until(lambda: counts.exported == 1, GRACE)
-            await ask(running, 1)
-            await until(lambda: counts.exported == 2, GRACE)
-    assert len(collector.roots()) == 2
 
 
 @pytest.mark.parametrize(
@@ -129,19 +105,6 @@ async def test_a_collector_that_drips_its_answer_holds_nothing_up(
                     sent = counts.not_sent + counts.exported
                     await ask(running, 1)
                     await until(lambda n=sent: counts.not_sent + counts.exported > n, GRACE)
-
-
-async def test_one_message_after_the_other_is_sent_on_one_connection(tmp_path: Path) -> None:
-    async with (
-        running_collector() as collector,
-        EmulatedNode() as node,
-        running_gateway(tmp_path, [node.url], settings(collector.url)) as running,
-    ):
-        for number in range(1, 4):
-            await ask(running, 1)
-            await collector.until_roots(number)
-        assert len(collector.heads) >= 3
-        assert collector.connections == 1
 
 
 @pytest.mark.slow

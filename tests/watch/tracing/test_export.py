@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -10,10 +11,17 @@ from dataclasses import dataclass, field
 import pytest
 
 from gateway.events import RequestRecord
-from gateway.terms import RequestTrace
+from gateway.terms import RequestTrace, Traceparent
 from gateway.watch.otlp import OtlpSender
-from gateway.watch.request_tracing import MOST_WAITING, TraceCounts, TraceExporter
+from gateway.watch.request_tracing import (
+    MOST_WAITING,
+    Allowance,
+    Sampler,
+    TraceCounts,
+    TraceExporter,
+)
 from gateway.watch.spans import EndedRequest
+from tests.nodes.build import Clock
 
 LIMIT = 30.0
 
@@ -34,8 +42,6 @@ def ended(number: int = 1) -> EndedRequest:
 class FakeSender(OtlpSender):
     """Takes traces, until it hangs or fails."""
 
-    takes: bool = True
-    error: Exception | None = None
     free: threading.Event = field(default_factory=threading.Event)
     """While it is not set, `send` does not return."""
     entered: threading.Event = field(default_factory=threading.Event)
@@ -49,10 +55,8 @@ class FakeSender(OtlpSender):
     def send(self, requests: Sequence[EndedRequest]) -> bool:
         self.entered.set()
         assert self.free.wait(LIMIT)
-        if self.error is not None:
-            raise self.error
         self.batches.append(len(requests))
-        return self.takes
+        return True
 
     def interrupt(self) -> None:
         self.interrupted = True
@@ -74,15 +78,6 @@ def test_what_waits_at_the_end_is_sent() -> None:
     assert sender.closed
 
 
-def test_a_full_message_is_sent_at_once() -> None:
-    sender, counts = FakeSender(), TraceCounts()
-    exporter = TraceExporter(lambda: sender, counts, batch_seconds=LIMIT, batch_traces=4)
-    for number in range(4):
-        exporter.export(ended(number))
-    wait_for(lambda: counts.exported == 4, LIMIT / 2)
-    exporter.close(LIMIT)
-
-
 def test_a_collector_that_hangs_costs_bounded_memory_and_the_end_does_not_wait() -> None:
     sender, counts = FakeSender(), TraceCounts()
     sender.free.clear()
@@ -101,33 +96,42 @@ def test_a_collector_that_hangs_costs_bounded_memory_and_the_end_does_not_wait()
     assert counts.not_sent == MOST_WAITING
 
 
-@pytest.mark.parametrize("sender", [FakeSender(takes=False), FakeSender(error=ValueError("x"))])
-def test_what_was_not_taken_is_counted_and_the_thread_goes_on(sender: FakeSender) -> None:
-    counts = TraceCounts()
-    exporter = TraceExporter(lambda: sender, counts, batch_seconds=0.0)
-    exporter.export(ended(1))
-    wait_for(lambda: counts.not_sent == 1, LIMIT)
-    sender.takes, sender.error = True, None
-    exporter.export(ended(2))
-    wait_for(lambda: counts.exported == 1, LIMIT)
-    exporter.close(LIMIT)
+CLIENT = Traceparent("1" * 32, "1" * 16, sampled=True)
+SILENT = Traceparent("1" * 32, "1" * 16, sampled=False)
 
 
-def test_a_sender_that_can_not_be_opened_loses_traces_and_nothing_else() -> None:
-    def fails() -> FakeSender:
-        raise ImportError("no such module")
-
-    counts = TraceCounts()
-    exporter = TraceExporter(fails, counts, batch_seconds=0.0)
-    exporter.export(ended())
-    wait_for(lambda: counts.not_sent == 1, LIMIT)
-    exporter.close(LIMIT)
-    assert not exporter.running
+def sampler(share: float, beyond: float = 0.0, clock: Clock | None = None) -> Sampler:
+    return Sampler(share, beyond, draw=random.Random(7).random, clock=clock or Clock())
 
 
-def test_nothing_is_taken_after_the_end() -> None:
-    sender, counts = FakeSender(), TraceCounts()
-    exporter = TraceExporter(lambda: sender, counts)
-    exporter.close(LIMIT)
-    exporter.export(ended())
-    assert (sender.batches, counts.not_queued) == ([], 1)
+@pytest.mark.parametrize(
+    ("share", "least", "most"), [(0, 0, 0), (0.05, 400, 600), (1, 10**4, 10**4)]
+)
+def test_the_share_is_traced(share: float, least: int, most: int) -> None:
+    one = sampler(share)
+    assert least <= sum(one.takes(None) for _ in range(10_000)) <= most
+
+
+def test_a_trace_that_the_client_has_not_recorded_is_left_alone() -> None:
+    assert not any(sampler(1.0, 1.0).takes(SILENT) for _ in range(100))
+
+
+def test_a_trace_that_the_client_has_recorded_has_the_chance_of_any_and_an_allowance() -> None:
+    clock = Clock()
+    one = sampler(0.0, 2.0, clock)
+    assert sum(one.takes(CLIENT) for _ in range(1000)) == 2
+    clock.now += 1.0
+    assert sum(one.takes(CLIENT) for _ in range(1000)) == 2
+    one = sampler(0.05)
+    assert 400 <= sum(one.takes(CLIENT) for _ in range(10_000)) <= 600
+
+
+def test_an_allowance_below_one_a_second_is_saved_up() -> None:
+    clock = Clock()
+    allowance = Allowance(0.1, clock)
+    taken = 0
+    for _ in range(1000):
+        taken += allowance.take()
+        clock.now += 0.1
+    assert 10 <= taken <= 12
+    assert not Allowance(0.0, clock).take()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
 from gateway.events import RequestRecord
-from gateway.lease import NOTHING_TRIED
 from gateway.schedule.decision_log import (
     Decision,
     Grant,
@@ -15,7 +13,9 @@ from gateway.schedule.decision_log import (
     Refusal,
 )
 from gateway.terms import Priority, RequestTrace
+from gateway.watch.otlp import encode
 from gateway.watch.spans import MOST_DECISIONS, EndedRequest, Span, spans_of
+from tests.watch.tracing.collector import decoded
 
 PATH = "/v1/chat/completions"
 
@@ -85,20 +85,6 @@ def test_a_resumption_lasts_from_the_end_of_one_node_to_the_content_of_the_next(
     assert [span.error for span in found if span.name == "attempt"] == ["reset", None]
 
 
-def test_a_resumption_that_fails_says_so_and_one_that_yielded_says_why() -> None:
-    first = grant(11.0, 1, first_content_at=12.0, ended_at=14.0, outcome="yielded")
-    second = grant(14.5, 2, resumes=True, times_yielded=1, ended_at=15.0, outcome="reset")
-    (resume,) = [span for span in spans(first, second) if span.name == "resume"]
-    assert (resume.start, resume.end, resume.error) == (14.0, 15.0, "reset")
-    assert resume.attributes["llama_gateway.reason"] == "yielded"
-
-
-def test_an_attempt_that_has_not_ended_ends_with_the_request() -> None:
-    _, attempt = spans(grant(11.0, 1, tried=NOTHING_TRIED))
-    assert (attempt.end, attempt.error) == (20.0, None)
-    assert "llama_gateway.outcome" not in attempt.attributes
-
-
 def test_each_of_several_prompts_has_a_span_of_its_own() -> None:
     found = spans(
         grant(11.0, 1, "req_1.0", ended_at=13.0, outcome="ok"),
@@ -120,12 +106,16 @@ def test_however_much_was_decided_the_spans_are_bounded() -> None:
     assert len(spans(*many)) == 1 + 2 * MOST_DECISIONS
 
 
-def test_a_node_is_named_and_long_names_are_cut() -> None:
-    root, attempt = spans(grant(11.0, 1), node="epyc-a", attempts=1, caller="x" * 1000)
-    assert attempt.attributes["llama_gateway.node"] == "epyc-a"
-    assert len(str(root.attributes["llama_gateway.caller"])) < 300
-
-
-def test_a_span_is_a_plain_value() -> None:
-    (root,) = spans(ttft=math.inf)
-    assert dataclasses.asdict(root)["attributes"]["http.route"] == PATH
+def test_a_message_has_ids_times_and_the_service_and_any_text() -> None:
+    trace = RequestTrace("1" * 32, "2" * 16, "req_1", 10.0)
+    record = RequestRecord("mine", PATH, status=502, reason="node_failed", caller="a\ud83d")
+    granted = [grant(11.0, 1, ttft=math.inf, outcome="reset")]
+    ended = EndedRequest(trace, record, 20.0, granted, 1_000)
+    root, attempt = decoded(encode([ended], "site-a"))
+    assert (root.trace_id, root.parent_id, root.service) == ("1" * 32, "2" * 16, "site-a")
+    assert (root.start, root.end) == (10_000_001_000, 20_000_001_000)
+    assert (root.kind, root.failed, attempt.failed) == ("server", True, True)
+    assert root.attributes["llama_gateway.caller"] == "a?"
+    assert attempt.attributes["error.type"] == "reset"
+    assert "llama_gateway.expected_time_to_first_token" not in attempt.attributes
+    assert attempt.attributes["llama_gateway.expected_seconds"] == 2.0

@@ -109,30 +109,6 @@ async def test_no_span_has_any_text_of_prompt_or_answer(tmp_path: Path) -> None:
         assert word == "a" or word.encode() not in b"".join(collector.bodies)
 
 
-async def test_a_node_that_fails_is_an_attempt_beside_the_one_that_answered(
-    tmp_path: Path,
-) -> None:
-    async with (
-        EmulatedNode() as one,
-        EmulatedNode() as other,
-        traced(tmp_path, [one, other]) as (running, collector),
-    ):
-        one.faults.share_next(other.faults)
-        one.faults.next("status", status=500)
-        assert (await running.client.post(CHAT, json=chat())).status_code == 200
-        root = await the_root(collector)
-    failed, good = collector.named("attempt")
-    assert failed.failed
-    assert failed.attributes["error.type"] == failed.attributes["llama_gateway.outcome"]
-    assert not good.failed
-    assert good.attributes["llama_gateway.failed_nodes"] == [
-        failed.attributes["llama_gateway.node"]
-    ]
-    assert good.attributes["llama_gateway.attempt"] == 2
-    assert not root.failed
-    assert failed.parent_id == good.parent_id == root.span_id
-
-
 async def test_a_stream_of_a_killed_node_has_its_resumption(tmp_path: Path) -> None:
     async with (
         EmulatedNode(decode_tps=100, answer_tokens=40) as one,
@@ -194,22 +170,6 @@ async def test_who_waited_who_was_refused_and_who_left_each_have_their_trace(
     assert queue.attributes["llama_gateway.ahead"] == 0
 
 
-async def test_each_of_several_prompts_has_a_span_with_its_attempt(tmp_path: Path) -> None:
-    async with EmulatedNode() as node, traced(tmp_path, [node]) as (running, collector):
-        body = {"prompt": ["one", "two", "three"], "max_tokens": 4}
-        assert (await running.client.post("/v1/completions", json=body)).status_code == 200
-        root = await the_root(collector)
-        told = [request.headers["traceparent"] for request in node.seen]
-    prompts = collector.children(root)
-    assert names(prompts) == ["prompt"] * 3
-    assert {span.attributes["llama_gateway.prompt"] for span in prompts} == {0, 1, 2}
-    # One of them may have waited in the queue besides.
-    spans = [span for prompt in prompts for span in collector.children(prompt)]
-    attempts = [span for span in spans if span.name == "attempt"]
-    assert len(attempts) == 3
-    assert sorted(told) == sorted(f"00-{root.trace_id}-{one.span_id}-01" for one in attempts)
-
-
 async def test_a_clients_trace_goes_on_in_the_gateway_and_on_the_node(tmp_path: Path) -> None:
     headers = {"traceparent": TRACEPARENT, "tracestate": "vendor=1"}
     async with EmulatedNode() as node, traced(tmp_path, [node]) as (running, collector):
@@ -221,18 +181,6 @@ async def test_a_clients_trace_goes_on_in_the_gateway_and_on_the_node(tmp_path: 
     assert seen["traceparent"] == f"00-{TRACE}-{attempt.span_id}-01"
     assert seen["tracestate"] == "vendor=1"
     assert access_log(tmp_path)[0]["trace_id"] == TRACE
-
-
-async def test_a_traceparent_that_is_not_valid_begins_a_new_trace(tmp_path: Path) -> None:
-    headers = {"traceparent": f"00-{TRACE}-{PARENT}", "tracestate": "vendor=1"}
-    async with EmulatedNode() as node, traced(tmp_path, [node]) as (running, collector):
-        await running.client.post(CHAT, json=chat(), headers=headers)
-        root = await the_root(collector)
-        seen = node.seen[-1].headers
-    assert root.trace_id != TRACE
-    assert root.parent_id == ""
-    assert seen["traceparent"].startswith(f"00-{root.trace_id}-")
-    assert "tracestate" not in seen
 
 
 @pytest.mark.parametrize("traces", [{"share": 0, "beyond_share": 0}, {"endpoint": None}])
@@ -331,21 +279,3 @@ async def test_work_without_a_waiting_client_and_chats_of_the_playground_are_tra
     for root in (of_line, of_response, of_playground):
         assert names(collector.children(root)) == ["attempt"]
         assert root.attributes["gen_ai.usage.output_tokens"] > 0
-
-
-async def test_a_reload_turns_traces_on_and_off(tmp_path: Path) -> None:
-    async with (
-        running_collector() as collector,
-        EmulatedNode() as node,
-        running_gateway(tmp_path, [node.url]) as running,
-    ):
-        tracing = running.gateway.tracing
-        await running.client.post(CHAT, json=chat())
-        running.write_settings({"telemetry": {"traces": {"endpoint": collector.url, "share": 1}}})
-        await until(lambda: tracing.active)
-        await running.client.post(CHAT, json=chat())
-        await collector.until_roots(1)
-        running.write_settings({})
-        await until(lambda: not tracing.active)
-        await running.client.post(CHAT, json=chat())
-    assert len(collector.roots()) == 1
