@@ -11,18 +11,27 @@ import pytest
 from gateway.local.topology import read_topology, topology_as_dict
 from tests.local.machine import make_machine, two_sockets_with_smt
 
-LOOK = Path(__file__).parents[2] / "deploy/ansible/roles/preflight/files/look.py"
+ROLES = Path(__file__).parents[2] / "deploy/ansible/roles"
 GIB = 1 << 30
 
 
-@pytest.fixture(scope="module")
-def look() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("look", LOOK)
+def load(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROLES / path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def look() -> ModuleType:
+    return load("preflight/files/look.py")
+
+
+@pytest.fixture(scope="module")
+def keys() -> ModuleType:
+    return load("llama_node/files/keys.py")
 
 
 @pytest.fixture
@@ -124,3 +133,33 @@ def test_models_on_demand_need_room_for_the_largest_and_for_the_preloaded(
     (problem,) = on_demand(look, two_sockets, 16.0, preload=["m0"])
     assert "what 2 servers have preloaded needs 48.0 GiB" in problem
     assert on_demand(look, two_sockets, 16.0, preload=["m0"], numa_nodes=[1]) == []
+
+
+def test_a_renewed_key_is_known_to_every_server_before_the_gateway_sends_it(
+    keys: ModuleType,
+) -> None:
+    """The play may stop after each of two servers; the gateway sends the first key of the file."""
+    file = keys.wanted([], rotate=False, running=[])
+    servers = [file, file]
+
+    def play(*, rotate: bool, restarted: int) -> None:
+        nonlocal file
+        running = [keys.fingerprint(known) for known in servers]
+        file = keys.wanted(file, rotate=rotate, running=running)
+        for number in range(len(servers)):
+            assert file[0] in servers[number]
+            if number < restarted:
+                servers[number] = file
+
+    (old,) = file
+    play(rotate=True, restarted=1)  # it stopped after the first server
+    play(rotate=False, restarted=1)
+    assert file[0] == old
+    play(rotate=True, restarted=2)
+    assert len(file) == 2  # a renewal begins once, however often it is requested
+    play(rotate=False, restarted=1)
+    assert file[0] != old
+    play(rotate=False, restarted=2)
+    assert servers == [file, file]
+    assert len(file) == 1
+    assert old not in file

@@ -8,6 +8,7 @@ import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import Connection, update
@@ -33,17 +34,14 @@ from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 from tests.polling import eventually
 from tests.store.stores import opened
-from tests.stored.stored_rows import limits
+from tests.stored.stored_rows import alone, limits
 
 KIND = RequestKind.DEFERRED
 
 
 def row(number: int, owner: str = "k1") -> StoredRow:
-    return StoredRow(
-        KIND, owner, "/v1/completions", "normal", id=f"bg_{number:032x}", offset=0, length=10,
-        place=f"request-{number:032x}", created_at=float(number), keep_until=100.0,
-        folder="folder", deadline=50.0,
-    )  # fmt: skip
+    given: dict[str, Any] = {"kind": KIND, "owner": owner, "length": 10, "folder": "folder"}
+    return alone(number, **given, created_at=float(number), keep_until=100.0, deadline=50.0)
 
 
 def test_requests_are_bounded_cancelled_once_and_deleted(tmp_path: Path) -> None:
@@ -184,10 +182,7 @@ async def test_requests_of_a_key_that_keeps_as_much_as_it_may_wait_until_there_i
         assert logs > 60_000
         await eventually(lambda: keeps(logs))
         refused = await api.post("/v1/responses", json=ask)
-        assert refused.status_code == 429
-        assert refused.json()["error"]["code"] == "insufficient_quota"
-        assert "batches.bytes_per_key" in refused.json()["error"]["message"]
-        assert refused.headers["x-should-retry"] == "false"
+        assert (refused.status_code, refused.headers["x-should-retry"]) == (429, "false")
         assert len(list(folder.glob("request-*"))) == 2  # Nothing is left of that one.
         assert (await api.get(f"/v1/responses/{second}")).json()["status"] == "queued"
         before = time.time()

@@ -5,29 +5,39 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, Select, func, select
+from sqlalchemy import Connection, Select, func, select, update
 
 from gateway.callers.processes import ProcessIdentity, register
 from gateway.config.stored import BatchSettings
+from gateway.errors import GatewayError
 from gateway.store.failures import StoreError
-from gateway.store.schema import stored_requests
+from gateway.store.schema import batches, stored_requests
 from gateway.store.store import Store
+from gateway.stored import batch_rows, files
+from gateway.stored.background_requests import add_background
 from gateway.stored.batch_rows import (
+    WINDOW_SECONDS,
     Batch,
+    BatchSpeed,
+    SpeedMeter,
+    add_batch,
     begin_finalizing,
     cancel_batch,
     end_batch,
     expire_lines,
     find_batch,
+    progress_of,
 )
 from gateway.stored.claims import (
+    BUSY_SECONDS,
+    UNTOLD_SECONDS,
     BatchState,
     Pick,
     RecordedResult,
@@ -35,29 +45,38 @@ from gateway.stored.claims import (
     RequestState,
     RowLeases,
     StoredRow,
+    UnfinishedWork,
+    WaitingLines,
     WorkLeft,
     add_rows,
     put_back,
     record,
     release_lost,
     renew,
+    waiting_by_kind,
+    waiting_lines,
     work_left,
 )
-from gateway.stored.folder import DiskThreads, Folder, Storage
-from tests.store.stores import opened
+from gateway.stored.files import StoredFile
+from gateway.stored.folder import ID_FILE, DiskThreads, Folder, Storage, job
+from tests.polling import eventually
+from tests.store.stores import CountingStore, opened, wait_until
 from tests.stored.stored_rows import (
     DAY,
     FOLDER,
     LEASE,
     NOW,
+    PATH,
     a_batch,
     a_line,
     a_result,
     alone,
+    batch_id,
     begin,
     claim,
     do,
     find_row,
+    limits,
     numbers,
     once_unlocked,
 )
@@ -379,3 +398,383 @@ def test_counts_stay_exact_while_several_processes_work_and_cancel(
         # Each was ended by one of them, though all had tried.
         ends = Counter(id_ for one in workers for id_ in one.ended)
         assert ends == {batch.id: 1 for batch in batches}
+
+
+def token(count: int) -> str:
+    return "ab" * count
+
+
+def groups(store: Store, now: float = NOW) -> list[WaitingLines]:
+    return store.run_now(lambda c: list(waiting_lines(c, FOLDER, now)), write=False)
+
+
+def kinds(store: Store) -> dict[str, int]:
+    return do(store, waiting_by_kind, FOLDER, NOW)
+
+
+def test_groups_are_sums_of_what_may_run_now(store: Store) -> None:
+    first, second = a_batch(1), a_batch(2, owner="bob", class_="normal", expires_at=NOW + 60)
+    begin(store, first, [a_line(n, first, max_tokens=10 * n) for n in range(1, 5)])
+    several = [a_line(n, second, model=f"m{n % 2}" if n > 1 else None) for n in range(1, 6)]
+    begin(store, second, several, model=None)
+    store.run_now(lambda c: add_rows(c, [alone(1), alone(2, deadline=NOW + 5, max_tokens=7)]))
+    found = sorted(groups(store), key=lambda one: (one.owner, one.model or ""))
+    assert found == [
+        WaitingLines(first.id, "alice", PATH, "demo", "batch", 4, NOW + DAY),
+        WaitingLines(second.id, "bob", PATH, None, "normal", 1, NOW + 60),
+        WaitingLines(second.id, "bob", PATH, "m0", "normal", 2, NOW + 60),
+        WaitingLines(second.id, "bob", PATH, "m1", "normal", 2, NOW + 60),
+    ]
+    assert kinds(store) == {"response": 2}
+
+
+@dataclass(slots=True)
+class Place:
+    """A folder whose work is looked for, by a clock that stands still."""
+
+    store: CountingStore
+    folder: Folder
+    seconds: list[float] = field(default_factory=lambda: [time.monotonic()])
+
+    def work(self) -> UnfinishedWork:
+        storage = Storage(
+            self.store, self.folder, DiskThreads(), BatchSettings, clock=lambda: self.seconds[0]
+        )
+        return UnfinishedWork(storage)
+
+
+def a_folder(path: Path, id_: str) -> Folder:
+    path.mkdir(0o700)
+    (path / ID_FILE).write_text(id_)
+    folder = Folder(path, most_bytes=lambda: 1 << 30)
+    assert folder.open() == id_
+    return folder
+
+
+@pytest.fixture
+def place(store_url: str, tmp_path: Path) -> Iterator[Place]:
+    with opened(store_url) as plain:
+        made = CountingStore(plain.location, look_seconds=0.01)
+        made.start()
+        try:
+            # It is open, and has looked at its version for the first time.
+            wait_until(lambda: made.status().up and made.changes >= 2, made)
+            yield Place(made, a_folder(tmp_path / "batches", FOLDER))
+        finally:
+            made.close(30.0)
+
+
+def add_request(store: Store, number: int = 1) -> None:
+    store.run_now(job(add_background, alone(number), limits()))
+
+
+async def test_the_store_is_not_asked_again_until_this_process_has_added_something(
+    place: Place,
+) -> None:
+    work = place.work()
+    assert not await work.exists()
+    asked = place.store.jobs
+    for _ in range(100):
+        assert not await work.exists()
+    # PostgreSQL does not tell what it has, but then the clock decides.
+    assert place.store.jobs == asked
+    add_request(place.store)
+    work.added()
+    assert await work.exists()
+    assert await work.exists()
+    assert place.store.jobs == asked + 1
+    do(place.store, set_state, "done")
+    assert await work.exists()
+    place.seconds[0] += BUSY_SECONDS
+    assert not await work.exists()
+
+
+async def test_what_another_process_adds_is_seen(place: Place, store_url: str) -> None:
+    work = place.work()
+    assert not await work.exists()
+    with opened(store_url) as other:
+        add_request(other)
+    if place.store.location.path is None:
+        assert not await work.exists()
+        place.seconds[0] += UNTOLD_SECONDS
+
+    async def seen() -> bool | None:
+        return await work.exists() or None
+
+    assert await eventually(seen)
+
+
+async def test_what_waits_runs_or_has_not_ended_is_work(place: Place) -> None:
+    store, work = place.store, place.work()
+
+    async def exists() -> bool:
+        work.added()
+        return await work.exists()
+
+    store.run_now(job(add_batch, a_batch(), limits()))
+    assert await exists()
+    do(store, end_batches)
+    assert not await exists()
+    # Left over by a process that was killed, or by one that still runs it.
+    assert do(store, add_rows, [a_line(1)])
+    do(store, set_state, "running")
+    assert await exists()
+    do(store, set_state, "done")
+    assert not await exists()
+    add_request(store)
+    assert await exists()
+    assert len(claim(store, kind=RequestKind.RESPONSE)) == 1
+    assert await exists()
+
+
+def end_batches(connection: Connection) -> None:
+    connection.execute(update(batches).values(ended_at=NOW))
+
+
+def set_state(connection: Connection, state: str) -> None:
+    connection.execute(update(stored_requests).values(state=state))
+
+
+def add(store: Store, batch: Batch, most: int = 9) -> Batch:
+    return do(store, batch_rows.add_batch, batch, limits(batches_per_key=most))
+
+
+def find(store: Store) -> Batch:
+    batch = do(store, batch_rows.find_batch, "alice", batch_id(), "openai")
+    assert batch is not None
+    return batch
+
+
+def a_file(id_: str = "file-1", **values: Any) -> StoredFile:
+    given: dict[str, Any] = {
+        "owner": "alice", "name": "x.jsonl", "purpose": "batch", "bytes": 9, "sha256": "",
+        "created_at": NOW, "expires_at": None, "folder": FOLDER,
+    }  # fmt: skip
+    return StoredFile(id_, **{**given, **values})
+
+
+def end_lines(store: Store, rows: list[StoredRow], **values: Any) -> None:
+    do(store, record, "p1", [a_result(row, **values) for row in rows], NOW)
+
+
+def finalize(store: Store, id_: str | None = None) -> Batch | None:
+    return do(store, batch_rows.begin_finalizing, id_ or batch_id(), NOW)
+
+
+def end(store: Store, id_: str | None = None) -> Batch:
+    """End a batch all of whose lines have ended."""
+    assert finalize(store, id_) is not None
+    ended = do(store, batch_rows.end_batch, id_ or batch_id(), None, None, NOW)
+    assert ended is not None
+    return ended
+
+
+def test_a_batch_comes_back_as_it_was_added(store: Store) -> None:
+    batch = a_batch(
+        metadata={"team": "ü"}, errors=[{"code": "x", "line": None}], idempotency_key="k",
+        request_digest="d", webhook_url="https://example.org/", output_seconds=3600.0, user="ann",
+    )  # fmt: skip
+    assert add(store, batch, 1) == find(store) == add(store, batch, 1) == batch
+    assert do(store, batch_rows.unfinished, FOLDER) == [batch]
+    assert do(store, batch_rows.unfinished, "other") == []
+
+
+def test_the_same_idempotency_key_gives_the_earlier_batch_or_a_conflict(store: Store) -> None:
+    first = add(store, a_batch(1, idempotency_key="k", request_digest="d1"), 1)
+    assert add(store, a_batch(2, idempotency_key="k", request_digest="d1"), 1) == first
+    with pytest.raises(GatewayError, match="sent before with another request"):
+        add(store, a_batch(3, idempotency_key="k", request_digest="d2"), 1)
+    add(store, a_batch(4, idempotency_key="k", request_digest="d2", owner="bob"), 1)
+
+
+def test_an_owner_has_at_most_so_many_unfinished_batches(store: Store) -> None:
+    for number in (1, 2):
+        add(store, a_batch(number), 2)
+    with pytest.raises(GatewayError, match="2 batches that have not ended"):
+        add(store, a_batch(3), 2)
+    add(store, a_batch(4, owner="bob"), 2)
+    do(store, batch_rows.fail_batch, batch_id(1), [], NOW)
+    add(store, a_batch(3), 2)
+
+
+def test_the_input_file_must_be_the_owners_of_the_right_purpose_and_here(store: Store) -> None:
+    for file in (
+        a_file("file-1"),
+        a_file("file-2", purpose="user_data"),
+        a_file("file-3", owner="bob"),
+        a_file("file-4", folder="elsewhere"),
+        a_file("file-5", expires_at=NOW),
+    ):
+        do(store, files.add_file, file)
+
+    def outcome(number: int) -> str:
+        try:
+            add(store, a_batch(number, input_file=f"file-{number}"))
+        except GatewayError as error:
+            return error.code
+        return "added"
+
+    assert [outcome(number) for number in range(1, 7)] == [
+        "added", "invalid_value", "file_not_found", "file_elsewhere", "file_not_found",
+        "file_not_found",
+    ]  # fmt: skip
+    with pytest.raises(GatewayError, match=f"The batch '{batch_id(1)}' still reads this") as error:
+        do(store, files.delete_file, "alice", "file-1", NOW)
+    assert (error.value.status, error.value.code) == (409, "file_in_use")
+
+
+def test_a_batch_that_fails_as_a_whole_tells_its_listener_once(store: Store) -> None:
+    add(store, a_batch())
+    errors = [{"code": "empty_file", "message": "…", "param": None, "line": None}]
+    told: list[Batch] = []
+    first, again = (
+        do(store, batch_rows.fail_batch, batch_id(), errors, NOW, lambda _, one: told.append(one))
+        for _ in range(2)
+    )
+    begun = do(store, batch_rows.begin_batch, batch_id(), None, NOW)
+    assert first is not None
+    assert first == again == begun == find(store)
+    assert told == [first]
+    assert (first.state, first.errors, first.ended_at) == (BatchState.FAILED, errors, NOW)
+
+
+def test_a_batch_is_finalized_once_when_no_line_waits_or_runs(store: Store) -> None:
+    begin(store, a_batch(), [a_line(1), a_line(2), a_line(3, state=RequestState.FAILED)])
+    begun = find(store)
+    assert (begun.state, begun.total, begun.failed) == (BatchState.IN_PROGRESS, 3, 1)
+    assert do(store, batch_rows.begin_batch, batch_id(), None, NOW + 1) == begun
+    rows = claim(store)
+    assert finalize(store) is None
+    end_lines(store, rows[:1])
+    assert finalize(store) is None
+    assert do(store, batch_rows.end_batch, batch_id(), None, None, NOW) is None
+    end_lines(store, rows[1:], state=RequestState.FAILED)
+    finalizing = finalize(store)
+    assert finalizing is not None
+    assert finalizing.state is BatchState.FINALIZING
+    assert finalize(store) == finalizing
+
+
+def test_a_batch_ends_once_and_the_loser_hears_of_it(store: Store) -> None:
+    begin(store, a_batch(), [a_line(1)])
+    end_lines(store, claim(store))
+    finalize(store)
+    output = a_file("file-out", purpose="batch_output")
+    told: list[Batch] = []
+
+    def end(file: StoredFile | None) -> Batch | None:
+        listener = lambda _, batch: told.append(batch)  # noqa: E731
+        return do(store, batch_rows.end_batch, batch_id(), file, None, NOW + 1, listener)
+
+    ended = end(output)
+    assert ended is not None
+    assert (ended.state, ended.output_file, ended.error_file, ended.ended_at) == (
+        BatchState.COMPLETED, "file-out", None, NOW + 1,
+    )  # fmt: skip
+    assert end(output) == ended, "a commit that nobody knows of is done again"
+    assert end(a_file("file-late")) is None
+    assert told == [ended]
+    assert do(store, files.find_file, "alice", "file-out", NOW) == output
+    assert do(store, files.find_file, "alice", "file-late", NOW) is None
+
+
+def cancel(store: Store, limit: int = 1000) -> Batch:
+    batch = do(store, batch_rows.cancel_batch, "alice", batch_id(), "openai", NOW, limit=limit)
+    assert batch is not None
+    return batch
+
+
+def test_a_batch_that_is_read_or_finalized_can_be_cancelled_and_ends_so(store: Store) -> None:
+    add(store, a_batch())
+    do(store, add_rows, [a_line(1), a_line(2, state=RequestState.FAILED)])
+    batch = cancel(store)
+    assert (batch.state, batch.total, batch.cancelled, batch.failed) == (
+        BatchState.CANCELLING, 2, 1, 1,
+    )  # fmt: skip
+    assert do(store, batch_rows.begin_batch, batch_id(), None, NOW) == batch
+    assert cancel(store) == batch
+    assert finalize(store) is not None
+    assert cancel(store).state is BatchState.CANCELLING
+    ended = end(store)
+    assert ended.state is BatchState.CANCELLED
+    assert cancel(store) == ended
+
+
+def ended_batch(store: Store, number: int = 1, **values: Any) -> Batch:
+    batch = a_batch(number, **values)
+    begin(store, batch, [a_line(n, batch) for n in range(1, 6)])
+    end_lines(store, claim(store, batch=batch.id), result_place=f"results-{number}")
+    return end(store, batch.id)
+
+
+def test_a_deleted_batch_is_gone_at_once_and_removed_with_its_lines(store: Store) -> None:
+    begin(store, a_batch(3), [a_line(1, a_batch(3))])
+    batch = ended_batch(store, idempotency_key="k")
+    deleted = [
+        do(store, batch_rows.delete_batch, "alice", id_, "openai")
+        for id_ in (batch.id, batch.id, batch_id(3))
+    ]
+    assert deleted == [["file-1", "results-1"], None, None]
+    assert [one.id for one in do(store, batch_rows.unfinished, FOLDER)] == [batch_id(3)]
+    again = a_batch(2, idempotency_key="k")
+    assert add(store, again) == again
+    ids = [batch.id, batch_id(3)]
+    removed = [do(store, batch_rows.remove_batches, ids, limit=3) for _ in range(3)]
+    assert removed == [False, True, True]
+    assert do(store, find_row, "alice", a_line(1).id, RequestKind.LINE) is None
+    assert do(store, work_left, batch_id(3)).waiting == 1
+
+
+def test_batches_are_due_when_their_time_is_over_without_their_owners_file(store: Store) -> None:
+    do(store, files.add_file, a_file("file-1"))
+    ended_batch(store, 1, keep_until=NOW + 10, input_file="file-1")
+    ended_batch(store, 2, keep_until=NOW + 20)
+    begin(store, a_batch(3, keep_until=NOW), [a_line(1, a_batch(3))])
+
+    def due(now: float) -> dict[str, list[str]]:
+        return do(store, batch_rows.take_due_batches, FOLDER, now, 9)
+
+    first = {batch_id(1): ["results-1"]}
+    assert due(NOW + 9) == {}
+    assert due(NOW + 10) == due(NOW + 11) == first
+    assert due(NOW + DAY) == {**first, batch_id(2): ["file-1", "results-2"]}
+    assert do(store, batch_rows.remove_batches, [batch_id(1), batch_id(2)])
+    assert due(NOW + DAY) == {}
+
+
+BATCH = Batch(
+    id="batch_1", owner="alice", api="openai", endpoint="/v1/embeddings", input_file="file-1",
+    created_at=0.0, expires_at=9.0, keep_until=99.0, folder="f",
+    state=BatchState.IN_PROGRESS, in_progress_at=1.0, total=100,
+)  # fmt: skip
+
+
+def test_the_cost_is_reckoned_before_the_first_line_and_by_results_afterwards() -> None:
+    left = WorkLeft(100, 0, 10_000, 50_000)
+    found = progress_of(BATCH, left, None, 0.001, 100.0)
+    assert found.expected_cost == pytest.approx(60.0)
+    assert (found.waiting, found.running, found.cost) == (100, 0, 0.0)
+    assert progress_of(BATCH, left, None, None, 100.0).expected_cost is None
+    some = replace(
+        BATCH, total=10, completed=5, prompt_tokens=500, completion_tokens=500, cost=1.0, failed=1
+    )
+    found = progress_of(some, WorkLeft(3, 1, 400, 0), BatchSpeed(50.0, 0.5), None, 100.0)
+    assert found.expected_cost == pytest.approx(1.0 + 0.001 * 800)
+    assert found.expected_end == pytest.approx(100.0 + 400 / 50)
+    ended = replace(BATCH, state=BatchState.COMPLETED, cost=2.0)
+    found = progress_of(ended, WorkLeft(0, 0, 0, 0), BatchSpeed(1.0, 1.0), 0.1, 100.0)
+    assert (found.cost, found.expected_cost, found.tokens_per_second) == (2.0, 2.0, None)
+
+
+def test_speed_is_that_of_the_last_minutes() -> None:
+    meter = SpeedMeter()
+    assert meter.speed(BATCH.id) is None
+    for second in range(0, 1000, 10):
+        tokens = 0 if second < 500 else 20 * (second - 500)
+        meter.look([replace(BATCH, completion_tokens=tokens, completed=second)], float(second))
+    speed = meter.speed(BATCH.id)
+    assert speed is not None
+    assert [speed.tokens, speed.lines] == pytest.approx([20.0, 1.0])
+    meter.look([replace(BATCH, paused_at=1.0)], 1001.0)
+    assert meter.speed(BATCH.id) is None
+    assert WINDOW_SECONDS < 500

@@ -13,15 +13,15 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from sqlalchemy import update
 
 from gateway.callers.keys import hash_key
-from gateway.config.stored import BatchSettings
+from gateway.lease import BatchRoom
 from gateway.store.failures import StoreUnavailable
+from gateway.store.schema import batches
 from gateway.store.store import Store
-from gateway.stored.claims import Pick, RequestKind
-from gateway.stored.feeder import Feeder, Supply
-from gateway.stored.folder import DiskThreads, Folder, Storage
-from gateway.stored.runner import RequestTarget
+from gateway.stored.feeder import Feeder
+from gateway.stored.waits import MESSAGES, ServingNodes, why_lines_wait
 from gateway.terms import Priority
 from tests.callers.kills import rows_of
 from tests.emulator import EmulatedNode
@@ -38,57 +38,8 @@ from tests.stored.batch_gateway import (
     virtual_gateway_over,
 )
 from tests.stored.measure_feeding import Site, chats_beside
-from tests.stored.stored_rows import FOLDER, NOW, a_batch, a_line, begin, claim
 from tests.stored.virtual_store import store_in_virtual_time
 from tests.virtual import in_virtual_time, now
-
-
-def target(name: str | None) -> RequestTarget | None:
-    """Each model is a target; `x` and `y` are names of one."""
-    if name == "refused":
-        return None
-    return RequestTarget(("xy" if name in {"x", "y"} else str(name),), "chat", ())
-
-
-async def supply_of(store: Store) -> Supply:
-    folder = Folder(Path("nowhere"), most_bytes=lambda: 0)
-    storage = Storage(store, folder, DiskThreads(), BatchSettings, lambda: NOW, lambda: 0.0)
-    supply = Supply(storage, lambda _, __, model: target(model))
-    await supply.read(FOLDER)
-    return supply
-
-
-async def test_lines_are_divided_by_target(store: Store) -> None:
-    models = ["x", "y", "x", "demo", "refused"]
-    lines = [a_line(number, model=model) for number, model in enumerate(models, 1)]
-    begin(store, a_batch(class_="normal"), lines, None)
-    supply = await supply_of(store)
-    assert set(supply.known_targets()) == {target("xy"), target("demo"), None}
-    (work,) = supply.works_of(target("xy"))
-    assert (work.batch, work.rows, work.deadline) == (a_batch().id, 3, a_batch().expires_at)
-    assert work.class_ == "normal"
-    picks = supply.picks(target("xy"), [Pick(4, RequestKind.LINE, a_batch().id)])
-    assert sorted(picks, key=lambda pick: pick.model or "") == [
-        Pick(2, RequestKind.LINE, a_batch().id, model="x"),
-        Pick(2, RequestKind.LINE, a_batch().id, model="y"),
-    ]
-
-
-async def test_claims_count_down_what_waits(store: Store) -> None:
-    begin(store, a_batch(), [a_line(number, prefix=7) for number in range(1, 11)])
-    supply = await supply_of(store)
-    works = await supply.with_groups(supply.works_of(target("demo")), {})
-    assert [(group.prefix, group.rows) for group in works[0].groups] == [(7, 10)]
-    wants = [Pick(4, RequestKind.LINE, a_batch().id, prefix=7)]
-    picks = supply.picks(target("demo"), wants)
-    assert picks == wants
-    supply.count_claimed(target("demo"), picks, claim(store, limit=4, prefix=7))
-    works = await supply.with_groups(supply.works_of(target("demo")), {})
-    assert [work.rows for work in works] == [6]
-    assert [group.rows for group in works[0].groups] == [6]
-    supply.count_claimed(target("demo"), picks, [])
-    assert supply.works_of(target("demo")) == []
-    assert supply.read_at < 1.0
 
 
 def counts(batch: dict[str, Any]) -> tuple[int, int, int]:
@@ -315,19 +266,6 @@ async def test_lines_whose_folder_is_away_wait_and_go_on(tmp_path: Path) -> None
 
 
 @in_virtual_time
-async def test_lines_of_a_key_that_may_have_no_higher_class_wait_and_expire(tmp_path: Path) -> None:
-    own = {"class": "batch", "max_class": "batch"}
-    async with a_site(tmp_path, a_node(), own=own) as running:
-        async with chats(running, 8):
-            await asyncio.sleep(3.0)
-            began = now()
-            found = await ended(running, await submit(running, lines(12), completion_window="20s"))
-            took = now() - began
-        assert (found["status"], found["request_counts"]["completed"]) == ("expired", 0)
-        assert 20.0 <= took <= 25.0
-
-
-@in_virtual_time
 async def test_lines_are_raised_to_the_usual_class_of_their_key_and_no_higher(
     tmp_path: Path,
 ) -> None:
@@ -465,3 +403,131 @@ async def test_a_gateway_that_is_succeeded_leaves_waiting_responses_to_the_next(
         await asyncio.wait_for(running.gateway.background.drain(), 10.0)
         found = [await response(running, id_) for id_ in made]
         assert sorted(one["status"] in {"queued", "in_progress"} for one in found) == [False, True]
+
+
+ROOM = BatchRoom(4, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("states", "is_paused", "room", "running", "reason"),
+    [
+        ({"ready": 1}, True, ROOM, 0, "model_paused"),
+        ({"down": 2, "starting": 1}, False, ROOM, 0, "no_node"),
+        ({}, False, ROOM, 0, "no_node"),
+        ({"unloaded": 2, "down": 1}, False, ROOM, 0, "model_not_loaded"),
+        ({"failed": 1}, False, ROOM, 0, "model_not_loaded"),
+        ({"loading": 1, "unloaded": 1}, False, ROOM, 0, "model_loading"),
+        ({"ready": 1}, False, BatchRoom(0, 0, 0, 0, 0), 0, "slots_reserved"),
+        ({"degraded": 1, "down": 9}, False, ROOM, 0, "callers_first"),
+        ({"ready": 1}, False, ROOM, 3, "other_batches"),
+    ],
+)
+def test_lines_wait_for_what_holds_them_up_first(
+    states: dict[str, int], is_paused: bool, room: BatchRoom, running: int, reason: str
+) -> None:
+    nodes = ServingNodes(states, 1.0, 1.0)
+    assert why_lines_wait(nodes, room, running, model_paused=is_paused) == reason
+    assert reason in MESSAGES
+
+
+async def why(running: Running, batch: str) -> dict[str, Any]:
+    """What the batch waits for, once it does."""
+    async with asyncio.timeout(60.0):
+        while True:
+            own = (await show(running, batch))["llama_gateway"]
+            if own["why_waiting"] is not None and own["why_waiting"]["reason"] != "validating":
+                found: dict[str, Any] = own
+                return found
+            await asyncio.sleep(0.5)
+
+
+@contextlib.asynccontextmanager
+async def callers_at_work(running: Running, number: int) -> AsyncIterator[None]:
+    """So many chats run or wait."""
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4000}
+    asking = [
+        asyncio.create_task(
+            running.client.post(
+                "/v1/chat/completions",
+                json={**body, "temperature": index},
+                headers=HEADERS | {"x-priority": "normal"},
+            )
+        )
+        for index in range(number)
+    ]
+    try:
+        await until(lambda: len(running.gateway.registry) >= number)
+        yield
+    finally:
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+
+
+@pytest.mark.usefixtures("hurried")
+@in_virtual_time
+async def test_a_starved_batch_says_since_when_callers_go_first_and_when_it_starts(
+    tmp_path: Path,
+) -> None:
+    node = EmulatedNode(slots=2, decode_tps=20, answer_tokens=2000)
+    async with virtual_gateway_over(tmp_path, node, keys=[key(max_class="normal")]) as running:
+        # What the node does in a second is known.
+        first = await submit(running, lines(8))
+        assert (await ended(running, first))["llama_gateway"]["why_waiting"] is None
+        async with callers_at_work(running, 3):
+            batch = await submit(running, lines(4))
+            own = await why(running, batch)
+            told = own["why_waiting"]
+            assert told["reason"] == "callers_first"
+            assert told["message"] == MESSAGES["callers_first"]
+            assert told["until"] is None
+            await asyncio.sleep(3.0)
+            later = (await show(running, batch))["llama_gateway"]
+            assert later["why_waiting"]["since"] == told["since"], "it has waited all the time"
+            # Two of three chats run for 100 s: then there is a slot that nobody waits for.
+            assert own["expected_start"] is not None
+            assert own["expected_end"] > own["expected_start"]
+            assert own["expected_by"] == "nodes"
+            listed = await running.client.get("/v1/batches", headers=HEADERS)
+            (shown, _) = listed.json()["data"]
+            assert shown["llama_gateway"]["why_waiting"] == told
+        found = await ended(running, batch)
+        assert found["request_counts"]["completed"] == 4
+        assert found["llama_gateway"]["why_waiting"] is None
+
+
+@pytest.mark.usefixtures("hurried")
+@in_virtual_time
+async def test_a_paused_batch_and_one_of_a_paused_model_say_so(tmp_path: Path) -> None:
+    node = EmulatedNode(slots=1, decode_tps=10)
+    async with virtual_gateway_over(tmp_path, node) as running:
+        running.gateway.fleet.pause_model(node.model, paused=True)
+        batch = await submit(running, lines(4))
+        assert (await why(running, batch))["why_waiting"]["reason"] == "model_paused"
+        answer = await running.client.post(f"/v1/batches/{batch}/pause", headers=HEADERS)
+        own = answer.json()["llama_gateway"]
+        assert own["why_waiting"]["reason"] == "paused"
+        assert own["why_waiting"]["since"] == own["paused"]["at"]
+
+
+@pytest.mark.usefixtures("hurried")
+@in_virtual_time
+async def test_a_batch_of_another_folder_says_where_its_files_are(tmp_path: Path) -> None:
+    async with virtual_gateway_over(tmp_path, EmulatedNode()) as running:
+        batch, store = await submit(running, lines(4)), running.gateway.store
+        await ended(running, batch)
+        elsewhere = {"folder": "another", "state": "in_progress", "ended_at": None}
+        assert store is not None
+        await store.run(lambda connection: connection.execute(update(batches).values(elsewhere)))
+        # Another gateway of the store may run it.
+        assert (await show(running, batch))["llama_gateway"]["why_waiting"] is None
+        # In a cluster the leader alone runs batches, and hears which folder each member has.
+        registry = running.gateway.background.batches
+        assert registry is not None
+        assert registry.upkeep.waits is not None
+        there: list[bool] = []
+        registry.upkeep.waits.is_folder_there = lambda _: there[-1]
+        for is_there, reason in ((True, "folder_elsewhere"), (False, "folder_gone")):
+            there.append(is_there)
+            told = (await show(running, batch))["llama_gateway"]["why_waiting"]
+            assert (told["reason"], told["since"]) == (reason, None)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -19,7 +18,6 @@ from gateway.stored.feeding import (
     PrefixGroup,
     in_danger,
     late_places,
-    ready_wanted,
     rows_to_offer,
 )
 
@@ -209,86 +207,3 @@ def test_claims_are_for_groups_under_way_first() -> None:
 
 
 # Simulated: nodes with slots, each of which has read some prefixes.
-
-
-@dataclass
-class Simulated:
-    """A fleet without a network. A row takes a second for each 10 tokens, and reads its prefix."""
-
-    rows: list[StoredRow]
-    nodes: int = 2
-    slots: int = 4
-    prefix_seconds: float = 5.0
-    grouped: bool = True
-    now: float = 0.0
-    prefixes_read: int = 0
-    ends: list[float] = field(default_factory=list)
-    """When each node has ended its last row."""
-    running: list[tuple[float, int, int, StoredRow]] = field(default_factory=list)
-    cached: list[list[int]] = field(default_factory=list)
-    """Prefixes of each node, the last used last; it keeps as many as it has slots."""
-
-    def run(self) -> float:
-        """Run all rows; returns the seconds."""
-        lane, order = Lane(self.nodes if self.grouped else 10_000), count()
-        self.ends, self.cached = [0.0] * self.nodes, [[] for _ in range(self.nodes)]
-        free = dict.fromkeys(range(self.nodes), self.slots)
-        while self.rows or lane.ready or self.running:
-            self.claim(lane)
-            while any(free.values()) and (row := lane.next()) is not None:
-                node = self.place(row, free)
-                free[node] -= 1
-                seconds = row.max_tokens / 10 + self.read(node, row.prefix)
-                heapq.heappush(self.running, (self.now + seconds, next(order), node, row))
-            if not self.running:
-                continue
-            self.now, _, node, row = heapq.heappop(self.running)
-            self.ends[node] = self.now
-            free[node] += 1
-            lane.ended(row)
-        return self.now
-
-    def claim(self, lane: Lane) -> None:
-        groups: tuple[PrefixGroup, ...] = ()
-        if self.grouped:
-            counts = Counter(row.prefix for row in self.rows)
-            groups = tuple(
-                PrefixGroup(prefix, number, *self.lengths(prefix))
-                for prefix, number in counts.items()
-            )
-        work = BatchWork("b1", "k1", len(self.rows), groups=groups)
-        wanted = ready_wanted(self.nodes * self.slots, 0.0)
-        for want in lane.wants([work], wanted):
-            left = want.limit
-            for row in [row for row in self.rows if want.prefix in {None, row.prefix}][:left]:
-                self.rows.remove(row)
-                lane.add(row)
-
-    def lengths(self, prefix: int) -> tuple[int, int]:
-        tokens = [row.max_tokens for row in self.rows if row.prefix == prefix]
-        return max(tokens), sum(tokens)
-
-    def place(self, row: StoredRow, free: dict[int, int]) -> int:
-        """As the scheduler does: where the prefix is, else where most slots are free."""
-        nodes = [node for node, number in free.items() if number]
-        return min(nodes, key=lambda node: (row.prefix not in self.cached[node], -free[node]))
-
-    def read(self, node: int, prefix: int) -> float:
-        cached = self.cached[node]
-        known = prefix in cached
-        if known:
-            cached.remove(prefix)
-        self.prefixes_read += not known
-        self.cached[node] = [*cached, prefix][-self.slots :]
-        return 0.0 if known or not prefix else self.prefix_seconds
-
-
-def test_a_common_prefix_is_read_on_as_few_nodes_as_needed() -> None:
-    def rows() -> list[StoredRow]:
-        return [a_row(prefix=1 + number % 12) for number in range(480)]
-
-    grouped, mixed = Simulated(rows()), Simulated(rows(), grouped=False)
-    seconds, without = grouped.run(), mixed.run()
-    assert grouped.prefixes_read <= 14
-    assert mixed.prefixes_read > 80
-    assert seconds < 0.95 * without

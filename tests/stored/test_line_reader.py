@@ -118,27 +118,18 @@ def test_each_custom_id_has_one_line(parts: list[bytes]) -> None:
     [
         (b'{"custom_id": "\xff"}', "invalid_json_line", None),
         (b"[1]", "invalid_json_line", None),
-        (b"null", "invalid_json_line", None),
-        (b'"text"', "invalid_json_line", None),
         (b"{}{}", "invalid_json_line", None),
-        (b"{'a': 1}", "invalid_json_line", None),
         (b'{"custom_id": "\\ud800"}', "invalid_json_line", None),
         (b"{" * 1500, "invalid_json_line", None),
         (b'{"x":' + b"[" * 900 + b"]" * 900 + b"}", "missing_required_parameter", "custom_id"),
-        (b'{"x":' + b"9" * 1500 + b"}", "missing_required_parameter", "custom_id"),
         (b'{"custom_id": 7}', "invalid_type", "custom_id"),
-        (b'{"custom_id": null}', "invalid_type", "custom_id"),
         (b'{"custom_id": ""}', "missing_required_parameter", "custom_id"),
         (b'{"custom_id": "a\\u0000"}', "invalid_custom_id", "custom_id"),
         (BODY.replace("POST", "GET") % "{}", "invalid_method", "method"),
-        (BODY.replace('"POST"', "1") % "{}", "invalid_method", "method"),
-        (BODY.replace("chat/", "") % "{}", "invalid_url", "url"),
         (BODY.replace("/v1", "http://x/v1") % "{}", "invalid_url", "url"),
         (BODY % "[]", "invalid_type", "body"),
-        (BODY % '"{}"', "invalid_type", "body"),
         (BODY % '{"stream": true}', "streaming_unsupported", "body.stream"),
         (BODY % '{"stream": tru}', "invalid_json_line", None),
-        (BODY % '{"a": 1,}', "invalid_json_line", None),
     ],
 )
 def test_a_broken_line_has_an_error_of_its_own(
@@ -146,15 +137,11 @@ def test_a_broken_line_has_an_error_of_its_own(
 ) -> None:
     found = error(content)
     assert (found.code, found.param) == (code, param)
-    before, itself, after = read(
-        json.dumps(line("1")).encode() + b"\n"
-        + (content.encode() if isinstance(content, str) else content) + b"\n"
-        + json.dumps(line("2")).encode()
-    )  # fmt: skip
+    told = content.encode() if isinstance(content, str) else content
+    before, itself, after = read(jsonl([line("1")]) + told + b"\n" + jsonl([line("2")]))
     assert isinstance(before, LineSpec)
     assert isinstance(after, LineSpec)
-    assert itself.number == 2
-    assert after.number == 3
+    assert (itself.number, after.number) == (2, 3)
 
 
 def test_the_first_line_with_a_custom_id_has_it_and_later_ones_get_errors() -> None:
@@ -181,13 +168,10 @@ def test_a_line_that_is_too_long_is_an_error_of_its_own() -> None:
     [
         ({"max_tokens": 7}, 7),
         ({"max_tokens": 7, "max_completion_tokens": 9}, 9),
-        ({"max_output_tokens": 5}, 5),
         ({}, 0),
-        ({"max_tokens": None}, 0),
         ({"max_tokens": -1}, 0),
         ({"max_tokens": "7"}, 0),
         ({"max_tokens": 10**18}, 1_000_000_000),
-        ({"max_tokens": 10**300}, 0),
         ({"max_tokens": 1e300}, 1_000_000_000),
         ({"max_tokens": 7, "n_predict": 12}, 12),
         ({"max_tokens": 7, "n_predict": -1}, 0),

@@ -1,32 +1,42 @@
 from __future__ import annotations
 
+import asyncio
 import re
 import shlex
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
+from gateway.callers.keys import new_key
 from gateway.callers.limits import LimitStanding, UsedQuota
 from gateway.cli import app
 from gateway.events import EdgeLost
 from gateway.schedule.model_placer import UnkeptWish
+from gateway.terms import Priority
 from gateway.watch.history import RecentTraffic
 from gateway.watch.metrics import ClusterSample
 from gateway.watch.problems import (
     MOST_NAMED,
     MOST_PROBLEMS,
+    OVER_SECONDS,
     FleetCondition,
     NodeCondition,
     Problem,
+    ProblemLog,
     QueueCondition,
     Severity,
     StorageCondition,
     find_problems,
 )
+from tests.cli.running import Ran, run
 from tests.each_case import each_case
+from tests.emulator import EmulatedNode
+from tests.gateways import Running, running_gateway, until
 
 REFUSED = "connection refused"
 WELL = FleetCondition(
@@ -333,3 +343,114 @@ def test_a_quota_is_told_with_its_share_and_its_owner_to_operators_alone() -> No
     spent = only(replace(WELL, quotas=[QUOTA._replace(spent=True)]))
     assert (spent.id, spent.severity) == (problem.id, Severity.WARNING)
     assert "429" in spent.cause
+
+
+DOWN = Problem(
+    "down:a", "a is down", "Connection refused.", "Look at the machine.",
+    ("llama-gateway nodes probe a",), ("a",),
+)  # fmt: skip
+
+
+class Looks:
+    """Looks at the problems, a second apart."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.log = ProblemLog(lambda: self.now)
+
+    def see(self, *problems: Problem, times: int = 1) -> list[dict[str, Any]]:
+        """What the log is told meanwhile."""
+        with capture_logs() as told:
+            for _ in range(times):
+                self.now += 1
+                self.log.take(problems)
+        return [dict(line) for line in told]
+
+
+@pytest.fixture
+def looks() -> Looks:
+    return Looks()
+
+
+def test_a_problem_and_its_end_are_told_once(looks: Looks) -> None:
+    (line,) = looks.see(DOWN, times=11)
+    assert (line["event"], line["log_level"], line["title"]) == ("problem", "warning", "a is down")
+    assert line["cause"] == "Connection refused."
+    assert line["commands"] == "llama-gateway nodes probe a"
+    (line,) = looks.see(times=30)
+    assert (line["event"], line["id"], line["seconds"]) == ("problem is over", "down:a", 10.0)
+
+
+def test_a_problem_that_comes_and_goes_is_told_once(looks: Looks) -> None:
+    assert len(looks.see(DOWN)) == 1
+    for _ in range(20):
+        assert looks.see(times=int(OVER_SECONDS) - 1) == []
+        assert looks.see(DOWN) == []
+
+
+def test_one_that_gets_worse_is_told_again_and_one_that_gets_better_is_not(looks: Looks) -> None:
+    worse = replace(DOWN, severity=Severity.CRITICAL)
+    looks.see(DOWN)
+    assert [line["severity"] for line in looks.see(worse, times=3)] == ["critical"]
+    assert looks.see(DOWN, times=3) == []
+
+
+OTHER = new_key("other")
+KEYS = [{"id": OTHER.id, "sha256": OTHER.sha256}]
+CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)  # no config/ of the project here
+
+
+async def problems(gateway: Running) -> dict[str, Problem]:
+    return {one.id: one for one in await gateway.gateway.live.view.read_problems()}
+
+
+async def follow(gateway: Running, command: str) -> Ran:
+    words = shlex.split(command)[1:]
+    return await asyncio.to_thread(run, *words, "--admin-url", gateway.admin_url)
+
+
+async def ask(gateway: Running, key: str, **body: Any) -> int:
+    headers = {"authorization": f"Bearer {key}"}
+    answer = await gateway.client.post(
+        "/v1/chat/completions", json={**CHAT, **body}, headers=headers
+    )
+    return answer.status_code
+
+
+async def test_a_paused_model_is_a_problem_that_its_command_ends(tmp_path: Path) -> None:
+    async with EmulatedNode() as node, running_gateway(tmp_path, [node.url]) as gateway:
+        await follow(gateway, "llama-gateway models pause demo")
+        paused = (await problems(gateway))["model_paused:demo"]
+        resume, audit = paused.commands
+        assert "demo" in (await follow(gateway, audit)).out
+        assert (await follow(gateway, resume)).status == 0
+        assert await problems(gateway) == {}
+
+
+async def test_the_commands_against_a_flood_work_for_a_stored_key(tmp_path: Path) -> None:
+    async with (
+        EmulatedNode(slots=1, decode_tps=10.0) as node,
+        running_gateway(tmp_path, [node.url], {"keys": KEYS}) as gateway,
+    ):
+        made = await follow(gateway, "llama-gateway keys create --name alice")
+        (key,) = [line.strip() for line in made.out.splitlines() if line.startswith("  lg_")]
+        depths, id_ = gateway.gateway.scheduler.depths, key.split("_")[1]
+        asked = [asyncio.create_task(ask(gateway, OTHER.text, max_tokens=400)) for _ in range(2)]
+        await until(lambda: depths()[Priority.NORMAL] == 1)
+        asked += [asyncio.create_task(ask(gateway, key)) for _ in range(12)]
+        await until(lambda: depths()[Priority.NORMAL] == 13)
+        flood = (await problems(gateway))["flood"]
+        for one in asked:
+            one.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        assert (flood.caller, flood.title) == (id_, "One caller floods the queue")
+        show, limit = flood.commands
+        assert limit == f"llama-gateway keys set {id_} --rpm 60"
+        assert (await follow(gateway, show)).status == 0
+        assert (await follow(gateway, limit)).status == 0
+        assert "rpm 60" in (await follow(gateway, show)).out
