@@ -13,12 +13,6 @@ ROOT = Path(__file__).parents[2]
 PLAYBOOKS = ROOT / "deploy/ansible"
 ROLES = sorted(path.name for path in (PLAYBOOKS / "roles").iterdir())
 TYPES = {one: {one.__name__} for one in (int, float, bool, list, dict)} | {str: {"str", "path"}}
-# Variables that a playbook gets for one run.
-OF_A_RUN = {
-    *("drain", "drain_all", "drain_deadline", "drain_timeout"),
-    *("remove", "remove_all", "remove_models", "remove_timeout", "remove_deadline"),
-    *("verify_key", "verify_key_file", "verify_model", "llama_install"),
-}
 
 
 FILES = ("*.yml", "plays/*.yml", "roles/*/[thv]*/*")  # tasks, templates, handlers, vars
@@ -53,23 +47,3 @@ def test_each_variable_is_used_and_specified_with_the_type_of_its_default(role: 
     for name, value in defaults(role).items():
         assert options[name]["type"] in TYPES[type(value)], name
         assert len(options[name]["description"].split()) > 1, name
-
-
-def test_the_variables_that_roles_and_documentation_name_exist() -> None:
-    """A misspelt variable would be a new one that no role reads."""
-    known = {name for role in ROLES for name in defaults(role)} | OF_A_RUN
-    for role in ROLES:
-        path = PLAYBOOKS / f"roles/{role}/vars/main.yml"
-        known |= set(read(path)) if path.is_file() else set()
-    text = "\n".join(path.read_text() for path in PLAYBOOKS.glob("roles/*/tasks/*.yml"))
-    known |= set(re.findall(r"(?:register|loop_var): (\w+)", text))
-    known |= set(re.findall(r"^\s+(\w+): ", text, re.MULTILINE))  # facts, variables of a task
-    prefixes = "|".join((*ROLES, "drain", "remove", "verify"))
-    for path in (ROOT / "docs/deploy.md", ROOT / "docs/tuning.md", ROOT / "docs/elastic.md"):
-        named = re.findall(
-            rf"(?<![\w./-])((?:{prefixes})_\w+)(?![\w/*-]|\.(?!\s))", path.read_text()
-        )
-        assert named or path.name == "elastic.md"
-        assert not set(named) - known - {"llama_nodes", "remove_yes"}, path.name
-    for path in PLAYBOOKS.glob("inventory/example/*_vars/*.yml"):
-        assert set(read(path)) <= known, path

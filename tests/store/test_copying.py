@@ -287,18 +287,6 @@ def test_what_a_former_store_left_is_refused(new_place: NewPlace, end: str) -> N
     assert not target.path.exists()
 
 
-def test_missing_places_are_told(new_place: NewPlace, tmp_path: Path) -> None:
-    source, target = new_place("sqlite"), new_place("sqlite")
-    assert "is not there" in refused(source, target).message
-    assert source.path is not None
-    assert not source.path.exists()
-    fill(source)
-    nowhere = locate_store(f"sqlite:///{tmp_path}/nowhere/gateway.db", tmp_path)
-    assert refused(source, nowhere).message == f"there is no folder {tmp_path}/nowhere"
-    off = locate_store("postgresql://gateway:hidden@127.0.0.1:9/x", tmp_path)
-    assert "hidden" not in str(refused(source, off))
-
-
 def test_a_broken_file_is_told(new_place: NewPlace) -> None:
     source, backup, target = (new_place("sqlite") for _ in range(3))
     fill(source, rows=300)

@@ -159,6 +159,7 @@ class FakeSender(OtlpSender):
     """While it is not set, `send` does not return."""
     entered: threading.Event = field(default_factory=threading.Event)
     batches: list[int] = field(default_factory=list)
+    fails_at: int = 0
     interrupted: bool = False
     closed: bool = False
 
@@ -169,6 +170,8 @@ class FakeSender(OtlpSender):
         self.entered.set()
         assert self.free.wait(LIMIT)
         self.batches.append(len(requests))
+        if len(self.batches) == self.fails_at:
+            raise ValueError
         return True
 
     def interrupt(self) -> None:
@@ -179,14 +182,14 @@ class FakeSender(OtlpSender):
         self.closed = True
 
 
-def test_what_waits_at_the_end_is_sent() -> None:
-    sender, counts = FakeSender(), TraceCounts()
-    exporter = TraceExporter(lambda: sender, counts, batch_seconds=LIMIT, batch_traces=4)
-    for number in range(3):
+def test_a_message_that_fails_ends_nothing_and_what_waits_at_the_end_is_sent() -> None:
+    sender, counts = FakeSender(fails_at=1), TraceCounts()
+    exporter = TraceExporter(lambda: sender, counts, batch_seconds=LIMIT, batch_traces=2)
+    for number in range(5):
         exporter.export(ended(number))
     exporter.close(LIMIT)
-    assert sender.batches == [3]
-    assert (counts.exported, counts.not_queued, counts.not_sent) == (3, 0, 0)
+    assert sender.batches == [2, 2, 1]
+    assert (counts.exported, counts.not_queued, counts.not_sent) == (3, 0, 2)
     assert not exporter.running
     assert sender.closed
 
