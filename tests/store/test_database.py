@@ -125,6 +125,12 @@ def test_root_follows_no_link_to_a_file_that_the_folders_owner_may_not_open(
     assert precious.read_text() == ""
 
 
+def test_root_opens_a_folder_itself_that_its_owner_cannot_reach(strangers_folder: Path) -> None:
+    strangers_folder.parent.chmod(0o700)
+    with opened(f"sqlite:///{strangers_folder}/gateway.db") as store:
+        assert store.status().up
+
+
 def test_only_the_stores_thread_acts_as_the_owner(strangers_folder: Path, tmp_path: Path) -> None:
     def act() -> None:
         act_as_owner(strangers_folder / "gateway.db")

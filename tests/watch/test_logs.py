@@ -383,6 +383,8 @@ def test_changes_of_nodes_and_models_are_lines_with_their_reason(written: Writte
         NodeChanged("a", "down", "ready", "answers again"),
         NodeChanged("r1/m", "unloaded", "ready", "as its router has it"),
         load,
+        replace(load, seconds=None),  # as it was found
+        replace(load, change="unloaded", seconds=None, by_others=True, cause="others"),
         replace(load, change="failed", by_others=True),
         AttemptEnded("r", "a", "ok", 1.0, 200),
         AttemptEnded("r", "a", "client_closed", 1.0),
@@ -393,15 +395,16 @@ def test_changes_of_nodes_and_models_are_lines_with_their_reason(written: Writte
         written.bus.publish(event)
     lines = written.lines()
     assert [(line["level"], line["event"]) for line in lines] == [
-        ("warning", "node"), ("info", "node"), ("info", "model"), ("warning", "model"),
-        ("warning", "attempt"), ("warning", "nodes of one model differ"),
+        ("warning", "node"), ("info", "node"), ("info", "model"), ("info", "model"),
+        ("warning", "model"), ("warning", "attempt"), ("warning", "nodes of one model differ"),
         ("info", "nodes of each model are alike again"),
     ]  # fmt: skip
     assert (lines[0]["node"], lines[0]["reason"]) == ("a", "connection refused")
     assert (lines[2]["seconds"], lines[2]["reason"]) == (12.346, "3 wait for it")
     assert "\n" not in lines[2]["model"]
-    assert [line.get("by") for line in lines[2:4]] == [None, "others"]
-    assert lines[4]["outcome"] == "reset"
+    assert [line.get("by") for line in lines[2:5]] == [None, "others", "others"]
+    assert [line.get("cause") for line in lines[2:5]] == [None, "others", None]
+    assert lines[5]["outcome"] == "reset"
 
 
 def test_drift_and_reloads_are_logged(written: Written) -> None:
