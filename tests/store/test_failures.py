@@ -223,8 +223,7 @@ def test_a_server_that_is_halted_costs_its_callers_a_bounded_time(
 ) -> None:
     with opened(own_postgres.new_database()) as store:
         store.run_now(add("before"))
-        own_postgres.halt()
-        try:
+        with own_postgres.halted():
             began = time.monotonic()
             with pytest.raises(StoreUnavailable, match="has not answered for"):
                 store.run_now(add("unanswered"), seconds=1.0)
@@ -234,17 +233,12 @@ def test_a_server_that_is_halted_costs_its_callers_a_bounded_time(
                     store.run_now(add("refused"), seconds=1.0)
             assert time.monotonic() - began < LIMIT
             wait_until(lambda: not store.status().up, store)
-        finally:
-            own_postgres.go_on()
         comes_back(store)
         assert set(store.run_now(names)) <= {"afterwards", "before", "unanswered"}
-        own_postgres.halt()
-        try:
+        with own_postgres.halted():
             began = time.monotonic()
             store.close(1.0)
             assert time.monotonic() - began < LIMIT / 2
-        finally:
-            own_postgres.go_on()
 
 
 def test_a_database_that_takes_no_writes_is_told(postgres: PostgresServer) -> None:
