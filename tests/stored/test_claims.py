@@ -1,4 +1,4 @@
-"""Rows are claimed, renewed, put back and recorded once, whoever has had them."""
+"""Rows of batches and lines: claimed, put back and recorded once, whoever has had them."""
 
 from __future__ import annotations
 

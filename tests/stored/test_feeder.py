@@ -1,4 +1,4 @@
-"""The feeder learns what waits, and which prompts begin alike."""
+"""Lines of batches as a whole gateway runs them, beside other work, and why they wait."""
 
 from __future__ import annotations
 

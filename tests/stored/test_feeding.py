@@ -1,4 +1,4 @@
-"""Which stored rows are offered, how many and when: the policy in numbers, and simulated."""
+"""Which stored rows are offered, how many and when: the policy in numbers."""
 
 from __future__ import annotations
 

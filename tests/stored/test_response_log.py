@@ -1,4 +1,4 @@
-"""The file of an event log: what is found in it, whatever a crash has left."""
+"""Event logs of responses: what is in them whatever a crash has left, and how a run goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stored requests run as clients' requests do, and their usage comes back with their result."""
+"""Stored requests run as clients' requests do, and give up their slots to those."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows of deliveries, on stores of both kinds."""
+"""Events that are told to receivers: their rows, whom they may go to, and how they are sent."""
 
 from __future__ import annotations
 

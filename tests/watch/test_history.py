@@ -119,6 +119,13 @@ def test_who_is_refused_by_limits_is_told_from_who_sends_most() -> None:
     assert (recent.limited, recent.callers) == ({"bob": 1}, {"alice": 5, "bob": 2})
 
 
+def test_an_ended_request_is_found_before_its_event_is_due() -> None:
+    bus = EventBus(lambda _seconds, _work: None)
+    history = FleetHistory(bus)
+    bus.publish_deferred(RequestRecord("it", "/v1/chat/completions"))
+    assert [one.x_request_id for one in history.find("it")] == ["it"]
+
+
 def test_a_flood_of_refusals_pushes_no_served_request_out_of_those_kept() -> None:
     counted = Counted()
     counted.step(ended(request_id="served", attempts=1))
