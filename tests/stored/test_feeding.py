@@ -204,6 +204,3 @@ def test_claims_are_for_groups_under_way_first() -> None:
     lane.next()
     assert [want.prefix for want in lane.wants([work], 8)] == [2, 4]
     assert all(want.limit == 4 for want in lane.wants([work], 8))
-
-
-# Simulated: nodes with slots, each of which has read some prefixes.

@@ -39,17 +39,14 @@ from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 
 REFUSED = "connection refused"
-WELL = FleetCondition(
-    in_service=4,
-    usable=4,
-    models={"m": (4, 4)},
-    store={"state": "up"},
-)
+WELL = FleetCondition(in_service=4, usable=4, models={"m": (4, 4)}, store={"state": "up"})
 PROGRAMS = {"journalctl", "df", "openssl", "llama-gateway"}
 
 
-def out(name: str, state: str = "down", host: str = "epyc-a") -> NodeCondition:
-    return NodeCondition(name, host, state, REFUSED)
+def out(
+    name: str, state: str = "down", host: str = "epyc-a", reason: str = REFUSED, **more: Any
+) -> NodeCondition:
+    return NodeCondition(name, host, state, reason, **more)
 
 
 def only(condition: FleetCondition) -> Problem:
@@ -76,92 +73,58 @@ LIMITED = RecentTraffic(
 )
 
 
+FLOOD = QueueCondition(waiting=40, top_caller="team-a", top_waiting=38, callers=2)
+OF_ALL = QUOTA.standing._replace(kind="total")
+
+
 def a_spill(paid: float, reserved: float, money: float | None) -> dict[str, Any]:
     return {"paid": paid, "reserved": reserved, "money": money, "window": 3600.0}
 
 
-FAULTS = {
-    "no leader": replace(WELL, cluster=replace(LEADING, role="limbo", leader="")),
-    "alone": replace(WELL, cluster=replace(LEADING, role="alone", leader="")),
-    "member lost": replace(WELL, cluster=replace(LEADING, lost=["gw-b"])),
-    "files apart": replace(WELL, cluster=replace(LEADING, apart=["gw-b", "gw-c"])),
-    "edge died": replace(WELL, lost_edges=[EdgeLost("edge-2", "it has ended", ("r1", "r2"))]),
-    "node killed": replace(WELL, nodes=[out("a-0")], usable=3),
-    "node slow": replace(
-        WELL, nodes=[NodeCondition("a-0", "epyc-a", "degraded", "writes at 30 % of its usual")]
-    ),
-    "model swapped": replace(
-        WELL,
-        nodes=[
-            NodeCondition("a-0", "epyc-a", "ready", "", drift=("model: wanted m, serves other",))
-        ],
-    ),
-    "queue flood": replace(WELL, queue=QueueCondition(waiting=240, oldest_seconds=60.0)),
-    "GPU budget spent": replace(WELL, spill=a_spill(0.9, 0.2, 1.0)),
-    "disk full": replace(
-        WELL, store={"state": "full", "error": "the disk is full", "remedy": "free some space"}
-    ),
-    "folder full": replace(
-        WELL,
-        storage=StorageCondition("the disk of the files is full; free space on it", is_full=True),
-    ),
-    "folder broken": replace(
-        WELL, storage=StorageCondition("/srv/batches is gone; put it back", results=3)
-    ),
-    "key's room used up": replace(WELL, storage=StorageCondition(full_callers=["team-a"])),
-    "one key flooding": replace(
-        WELL, queue=QueueCondition(waiting=40, top_caller="team-a", top_waiting=38, callers=2)
-    ),
-    "a key's budget nearly used up": replace(WELL, quotas=[QUOTA]),
-    "a group's tokens used up": replace(
-        WELL,
-        quotas=[UsedQuota("night", OF_GROUP, spent=True)],
-    ),
-    "budget of all used up": replace(
-        WELL, quotas=[UsedQuota("", QUOTA.standing._replace(kind="total"), spent=False)]
-    ),
-    "group undefined": replace(WELL, undefined_groups={"nigth": 2}),
-    "ejected": replace(WELL, nodes=[out("a-0", "ejected")], usable=3),
-    "loading": replace(WELL, nodes=[out("a-0", "loading")], usable=3),
-    "drained": replace(WELL, nodes=[out("a-0", "draining")]),
-    "start failed": replace(
-        WELL, nodes=[NodeCondition("s-0", "s", "standby", "the hook failed", start_failures=2)]
-    ),
-    "model out": replace(WELL, models={"m": (4, 4), "rare": (1, 0)}),
-    "load failed": replace(
-        WELL,
-        nodes=[
-            NodeCondition(
-                "r1/org/m 1",
-                "r",
-                "",
-                "exit code 1: its log says why",
-                model="org/m 1",
-                load_failures=2,
-            )
-        ],
-    ),
-    "load slow": replace(
-        WELL, nodes=[NodeCondition("r1/m", "r", "loading", "it is loaded since 300 s", model="m")]
-    ),
-    "second gateway": replace(WELL, tell_slots=4, used_by_others=["a-0", "a-1"]),
-    "left alone": replace(WELL, nodes=[NodeCondition("r1", "r", "ready", "", left_alone=True)]),
-    "pin not kept": replace(WELL, unkept=[UnkeptWish("m", "r1", "r1/m does not fit")]),
-    "too few copies": replace(WELL, unkept=[UnkeptWish("m", "", "1 are loaded, of 2")]),
-    "model paused": replace(WELL, paused_models={"org/m 1"}),
-    "models differ": replace(
-        WELL, differing_models={"m": ("m: build of llama.cpp: 1 on a; 2 on b",)}
-    ),
-    "requests fail": replace(WELL, traffic=RecentTraffic(requests=20, failed=5)),
-    "keys lost": replace(WELL, keys_lost="a reload took the last key away"),
-    "inventory": replace(WELL, inventory_error="nodes.yaml:3: no such key 'slotz'"),
-    "settings": replace(WELL, settings_error="gateway.yaml:3: no such key"),
-    "certificate": replace(WELL, certificate_error="the key does not match"),
-    "certificate expires": replace(WELL, certificates={"listen.tls": 2.0}),
-    "ledger": replace(WELL, ledger={"dropped": 3, "error": None}),
-    "audit": replace(WELL, audit_lost=2),
-    "limits": replace(WELL, traffic=LIMITED),
+SPECIFIC: dict[str, dict[str, Any]] = {
+    "no leader": {"cluster": replace(LEADING, role="limbo", leader="")},
+    "alone": {"cluster": replace(LEADING, role="alone", leader="")},
+    "member lost": {"cluster": replace(LEADING, lost=["gw-b"])},
+    "files apart": {"cluster": replace(LEADING, apart=["gw-b", "gw-c"])},
+    "edge died": {"lost_edges": [EdgeLost("edge-2", "it has ended", ("r1", "r2"))]},
+    "node killed": {"nodes": [out("a-0")], "usable": 3},
+    "node slow": {"nodes": [out("a-0", "degraded", reason="writes at 30 % of its usual")]},
+    "model swapped": {"nodes": [out("a-0", "ready", drift=("model: wanted m, serves other",))]},
+    "queue flood": {"queue": QueueCondition(waiting=240, oldest_seconds=60.0)},
+    "GPU budget spent": {"spill": a_spill(0.9, 0.2, 1.0)},
+    "disk full": {"store": {"state": "full", "error": "it is full", "remedy": "free space"}},
+    "folder full": {"storage": StorageCondition("it is full; free space", is_full=True)},
+    "folder broken": {"storage": StorageCondition("/srv/b is gone; put it back", results=3)},
+    "key's room used up": {"storage": StorageCondition(full_callers=["team-a"])},
+    "one key flooding": {"queue": FLOOD},
+    "a key's budget nearly used up": {"quotas": [QUOTA]},
+    "a group's tokens used up": {"quotas": [UsedQuota("night", OF_GROUP, spent=True)]},
+    "budget of all used up": {"quotas": [QUOTA._replace(standing=OF_ALL)]},
+    "group undefined": {"undefined_groups": {"nigth": 2}},
+    "ejected": {"nodes": [out("a-0", "ejected")], "usable": 3},
+    "loading": {"nodes": [out("a-0", "loading")], "usable": 3},
+    "drained": {"nodes": [out("a-0", "draining")]},
+    "start failed": {"nodes": [out("s-0", "standby", start_failures=2)]},
+    "model out": {"models": {"m": (4, 4), "rare": (1, 0)}},
+    "load failed": {"nodes": [out("r1/org/m 1", "", model="org/m 1", load_failures=2)]},
+    "load slow": {"nodes": [out("r1/m", "loading", reason="it is loaded since 300 s", model="m")]},
+    "second gateway": {"tell_slots": 4, "used_by_others": ["a-0", "a-1"]},
+    "left alone": {"nodes": [out("r1", "ready", left_alone=True)]},
+    "pin not kept": {"unkept": [UnkeptWish("m", "r1", "r1/m does not fit")]},
+    "too few copies": {"unkept": [UnkeptWish("m", "", "1 are loaded, of 2")]},
+    "model paused": {"paused_models": {"org/m 1"}},
+    "models differ": {"differing_models": {"m": ("m: build of llama.cpp: 1 on a; 2 on b",)}},
+    "requests fail": {"traffic": RecentTraffic(requests=20, failed=5)},
+    "keys lost": {"keys_lost": "a reload took the last key away"},
+    "inventory": {"inventory_error": "nodes.yaml:3: no such key 'slotz'"},
+    "settings": {"settings_error": "gateway.yaml:3: no such key"},
+    "certificate": {"certificate_error": "the key does not match"},
+    "certificate expires": {"certificates": {"listen.tls": 2.0}},
+    "ledger": {"ledger": {"dropped": 3, "error": None}},
+    "audit": {"audit_lost": 2},
+    "limits": {"traffic": LIMITED},
 }
+FAULTS = {name: replace(WELL, **values) for name, values in SPECIFIC.items()}
 
 
 ALONE = QueueCondition(waiting=40, top_caller="team-a", top_waiting=40, callers=1)
@@ -221,7 +184,7 @@ MODEL_EJECTED = NodeCondition("r1/m", "epyc-a", "ejected", REFUSED, model="m")
 FULL = StorageCondition("the disk is full; free space on it", is_full=True, results=7)
 TOLD: list[tuple[FleetCondition, Severity, list[str]]] = [
     (FAULTS["load failed"], Severity.WARNING, [
-        "r1 could not load org/m 1\nExit code 1: its log says why. Failed loads in a row: 2.",
+        "r1 could not load org/m 1\nConnection refused. Failed loads in a row: 2.",
         "llama-gateway models load 'org/m 1' r1",
     ]),
     (FAULTS["load slow"], Severity.NOTICE, ["r1/m is loading\nIt is loaded since 300 s"]),
