@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ import httpx
 import pytest
 
 from tests.deploy import proxies
-from tests.deploy.control import PLAYBOOKS
+from tests.deploy.control import PLAYBOOKS, wait_for
 from tests.deploy.proxies import Gateway
 from tests.processes import free_port
 
@@ -44,10 +43,7 @@ class Balancer:
 
     def until(self, **up: bool) -> None:
         """Wait until HAProxy takes these members for ready, or not."""
-        deadline = time.monotonic() + LIMIT
-        while (seen := self.states()) != up:
-            assert time.monotonic() < deadline, seen
-            time.sleep(0.05)
+        wait_for(lambda: self.states() == up, LIMIT)
 
     def states(self) -> dict[str, bool]:
         pattern = (
@@ -172,18 +168,13 @@ def test_without_a_member_it_answers_503(balancer: Balancer) -> None:
     for member in balancer.members.values():
         member.ready = member.lives = False
     balancer.until(a=False, b=False)
-    deadline = time.monotonic() + LIMIT
-    while (away := balancer.get()).status_code == 200:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    assert away.status_code == 503
+    wait_for(lambda: balancer.get().status_code == 503, LIMIT)
+    away = balancer.get()
     assert away.headers["retry-after"] == "5"
     assert away.json()["error"]["code"] == "gateway_down"
     for member in balancer.members.values():
         member.ready = member.lives = True
-    while balancer.get().status_code != 200:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(lambda: balancer.get().status_code == 200, LIMIT)
 
 
 def test_concurrent_requests_of_a_client_network_are_limited_and_others_are_served(

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
 
 import pytest
 
 from tests.deploy.conftest import DeployedFleet
+from tests.deploy.control import wait_for
 from tests.deploy.load import nothing_fails
 from tests.deploy.release_files import ReleaseFiles
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(3000)]
 
 SECURITY = 2.0  # exposure by systemd-analyze: 0 is closed, 10 open; it was 1.5 and 1.7
-
-
-def wait_for(what: Callable[[], bool], limit: float = 30.0) -> None:
-    end = time.monotonic() + limit
-    while not what():
-        assert time.monotonic() < end, "the condition was not met in time"
-        time.sleep(0.3)
 
 
 def node_key(fleet: DeployedFleet, name: str) -> str:
@@ -132,7 +124,7 @@ def test_prometheus_scrapes_the_gateway_and_every_node(fleet: DeployedFleet) -> 
         return {t["labels"].get("node", t["labels"]["job"]): t["health"] for t in targets}
 
     expected = {"llama-gateway": "up", "n1-numa0": "up", "n2-numa0": "up"}
-    wait_for(lambda: health() == expected, limit=60)
+    wait_for(lambda: health() == expected)
     host.run("promtool check config /etc/prometheus/prometheus.yml")
 
 
