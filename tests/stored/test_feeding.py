@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -107,6 +108,34 @@ def test_as_many_groups_are_under_way_as_there_are_nodes() -> None:
     assert Counter(row.prefix for row in first) == {3: 4, 2: 4}
 
 
+def test_a_slot_goes_on_with_the_group_that_it_has_served() -> None:
+    rows = [a_row(prefix=prefix) for prefix in (1, 2) for _ in range(10)]
+    lane = a_lane(*rows, nodes=2)
+    running = offered(lane, 8)
+    for index in (0, 1, 5, 2, 7):
+        row = running[index]
+        lane.ended(row)
+        (following,) = offered(lane, 1)
+        assert following.prefix == row.prefix
+        running[index] = following
+
+
+def test_the_last_group_gets_the_slots_of_those_that_have_ended() -> None:
+    lane = a_lane(*(a_row(prefix=1) for _ in range(20)), *(a_row(prefix=2) for _ in range(4)),
+                  nodes=2)  # fmt: skip
+    running = offered(lane, 8)
+    assert Counter(row.prefix for row in running) == {1: 4, 2: 4}
+    for row in [row for row in running if row.prefix == 2]:
+        lane.ended(row)
+        assert [one.prefix for one in offered(lane, 1)] == [1]
+
+
+def test_paused_owners_are_left_out() -> None:
+    lane = a_lane(a_row("b", owner="k1"), a_row("c", owner="k2"))
+    assert [row.owner for row in offered(lane, 2, paused={"k1"})] == ["k2"]
+    assert [row.owner for row in offered(lane, 2)] == ["k1"]
+
+
 # Deadlines.
 
 
@@ -183,6 +212,30 @@ def test_the_pace_counts_only_while_there_are_rows() -> None:
         now[0] += 2.0
         pace.ended()
     assert pace.rows_a_second == pytest.approx(0.5, rel=0.05)
+
+
+def test_ready_rows_are_dropped_when_their_deadline_has_passed() -> None:
+    soon, later, never = (
+        replace(a_row(batch), deadline=deadline)
+        for batch, deadline in (("b", 10.0), ("c", 20.0), ("d", None))
+    )
+    lane = a_lane(soon, later, never)
+    assert [work.deadline for work in lane.works()] == [10.0, 20.0, math.inf]
+    assert lane.drop_late(9.9) == []
+    assert lane.drop_late(10.0) == [soon]
+    assert (lane.ready, lane.ready_of("b"), lane.ready_of("c")) == (2, 0, 1)
+
+
+def test_rows_that_get_no_slots_have_no_pace() -> None:
+    now = [0.0]
+    pace = Pace(lambda: now[0])
+    for _ in range(10):
+        assert pace.rows_a_second is None
+        pace.tick(busy=True)
+        now[0] += 1.0
+    now[0] += 5.0
+    pace.tick(busy=True)
+    assert pace.rows_a_second == 0.0
 
 
 # What to claim.
