@@ -196,6 +196,17 @@ def test_the_owner_with_fewest_late_rows_waits_next() -> None:
     assert lane.running == 3
 
 
+def test_the_time_that_a_row_takes_is_a_mean_of_the_last_ones() -> None:
+    pace = Pace(lambda: 0.0)
+    assert pace.row_seconds is None
+    for seconds in (10.0, 20.0, None):
+        pace.ended(seconds)
+    assert pace.row_seconds == pytest.approx(15.0)
+    for _ in range(200):
+        pace.ended(40.0)
+    assert pace.row_seconds == pytest.approx(40.0, rel=0.05)
+
+
 def test_the_pace_counts_only_while_there_are_rows() -> None:
     now = [0.0]
     pace = Pace(lambda: now[0])
