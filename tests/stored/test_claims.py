@@ -49,6 +49,7 @@ from gateway.stored.claims import (
     WaitingLines,
     WorkLeft,
     add_rows,
+    new_id,
     put_back,
     record,
     release_lost,
@@ -749,6 +750,13 @@ BATCH = Batch(
 )  # fmt: skip
 
 
+def test_ids_grow_with_time() -> None:
+    times = [0.0, 1.0, 1_780_000_000.123, 1_780_000_000.124, 4_000_000_000.0]
+    ids = [new_id("batch_", at, lambda count: "ab" * count) for at in times]
+    assert ids == sorted(set(ids))
+    assert ids[2] == f"batch_019e7044887b{'ab' * 10}"
+
+
 def test_the_cost_is_reckoned_before_the_first_line_and_by_results_afterwards() -> None:
     left = WorkLeft(100, 0, 10_000, 50_000)
     found = progress_of(BATCH, left, None, 0.001, 100.0)
@@ -761,6 +769,8 @@ def test_the_cost_is_reckoned_before_the_first_line_and_by_results_afterwards() 
     found = progress_of(some, WorkLeft(3, 1, 400, 0), BatchSpeed(50.0, 0.5), None, 100.0)
     assert found.expected_cost == pytest.approx(1.0 + 0.001 * 800)
     assert found.expected_end == pytest.approx(100.0 + 400 / 50)
+    stuck = progress_of(some, WorkLeft(3, 1, 400, 0), BatchSpeed(0.0, 0.0), None, 100.0)
+    assert stuck.expected_end is None
     ended = replace(BATCH, state=BatchState.COMPLETED, cost=2.0)
     found = progress_of(ended, WorkLeft(0, 0, 0, 0), BatchSpeed(1.0, 1.0), 0.1, 100.0)
     assert (found.cost, found.expected_cost, found.tokens_per_second) == (2.0, 2.0, None)
