@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -24,16 +23,12 @@ def keyed(*keys: Any, **settings: Any) -> dict[str, Any]:
     return {"keys": [{"id": key.id, "sha256": key.sha256} for key in keys], **settings}
 
 
-async def asked(running: Running, key: str | None = None, path: str = CHAT) -> int:
-    headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    if path != CHAT:
-        return (await running.client.get(path, headers=headers)).status_code
-    return (await running.client.post(path, json=HELLO, headers=headers)).status_code
-
-
 async def doors(running: Running, key: str | None = None) -> set[int]:
     """The response of every path that needs a key."""
-    return {await asked(running, key, path) for path in (CHAT, "/v1/models", "/props")}
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    got = [await running.client.get(path, headers=headers) for path in ("/v1/models", "/props")]
+    sent = await running.client.post(CHAT, json=HELLO, headers=headers)
+    return {one.status_code for one in (*got, sent)}
 
 
 async def status(running: Running) -> dict[str, Any]:
@@ -43,17 +38,6 @@ async def status(running: Running) -> dict[str, Any]:
 
 async def logged(folder: Path, words: str) -> None:
     await until(lambda: words in (folder / "gateway.log").read_text())
-
-
-def truncated(file: Path) -> None:
-    os.truncate(file, 0)
-
-
-def written(text: str) -> Callable[[Path], None]:
-    def write(file: Path) -> None:
-        file.write_text(text)
-
-    return write
 
 
 def half_written(file: Path) -> None:
@@ -71,17 +55,13 @@ def linked_to_nowhere(file: Path) -> None:
     file.symlink_to(file.with_name("nowhere"))
 
 
-ACCIDENTS = {
-    "truncated": truncated,
-    "white space": written(" \n\n"),
-    "comments": written("# keys:\n#   - id: team\n"),
-    "null": written("null\n"),
-    "a marker": written("---\n"),
-    "zeros": written("\0" * 200),
+ACCIDENTS: dict[str, str | Callable[[Path], None]] = {
+    "truncated": "",
+    "comments": "# keys:\n#   - id: team\n",
+    "null": "null\n",
+    "zeros": "\0" * 200,
     "half a key": half_written,
-    "no mapping": written("keys"),
-    "a bad hash": written(yaml.safe_dump(keyed(KEY)).replace(KEY.sha256, "x")),
-    "no YAML": written("keys: [\n"),
+    "a bad hash": yaml.safe_dump(keyed(KEY)).replace(KEY.sha256, "x"),
     "deleted": Path.unlink,
     "a folder": replaced_by_a_folder,
     "a dead link": linked_to_nowhere,
@@ -107,7 +87,6 @@ async def by_request(running: Running) -> None:
         *((accident, by_watching) for accident in ACCIDENTS),
         ("truncated", by_signal),
         ("truncated", by_request),
-        ("comments", by_request),
     ],
 )
 async def test_damaged_settings_leave_the_old_ones_in_force(
@@ -115,7 +94,11 @@ async def test_damaged_settings_leave_the_old_ones_in_force(
 ) -> None:
     async with EmulatedNode() as node, running_gateway(tmp_path, [node.url], keyed(KEY)) as running:
         assert await doors(running) == {401}
-        ACCIDENTS[accident](running.settings_file)
+        damage = ACCIDENTS[accident]
+        if isinstance(damage, str):
+            running.settings_file.write_text(damage)
+        else:
+            damage(running.settings_file)
         await reload(running)
         assert await doors(running) == {401}
         assert await doors(running, KEY.text) == {200}
@@ -130,7 +113,7 @@ async def test_damaged_settings_leave_the_old_ones_in_force(
         assert (await status(running))["settings_error"] is None
 
 
-@pytest.mark.parametrize("without", [{}, {"keys": []}, {"allow_anonymous": True}])
+@pytest.mark.parametrize("without", [{}, {"allow_anonymous": True}])
 async def test_without_the_last_key_nobody_is_admitted_until_there_is_one(
     without: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -156,16 +139,6 @@ async def test_without_the_last_key_nobody_is_admitted_until_there_is_one(
         assert (await status(running))["keys_lost"] is None
 
 
-async def test_a_restart_unlocks_the_gateway(tmp_path: Path) -> None:
-    async with EmulatedNode() as node:
-        async with running_gateway(tmp_path, [node.url], keyed(KEY)) as running:
-            running.write_settings({})
-            await until(lambda: not running.gateway.settings.keys)
-            assert await doors(running) == {401}
-        async with running_gateway(tmp_path, [node.url], {}) as running:
-            assert await doors(running) == {200}
-
-
 async def test_anonymous_callers_that_were_admitted_beside_keys_still_are(tmp_path: Path) -> None:
     beside = {"allow_anonymous": True}
     async with (
@@ -179,13 +152,3 @@ async def test_anonymous_callers_that_were_admitted_beside_keys_still_are(tmp_pa
         running.write_settings({})
         await until(lambda: not running.gateway.settings.allow_anonymous)
         assert await doors(running) == {401}
-
-
-async def test_a_file_of_comments_is_no_error_if_nothing_was_set(tmp_path: Path) -> None:
-    async with EmulatedNode() as node, running_gateway(tmp_path, [node.url]) as running:
-        gateway = running.gateway
-        running.settings_file.write_text("{}\n")
-        await gateway.reload()
-        running.settings_file.write_text("# queue:\n")
-        await gateway.reload()
-        assert gateway.config_files.settings_error is None

@@ -9,6 +9,8 @@ import re
 import shutil
 import signal
 import subprocess
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,14 @@ class PlaybookResult:
 
     def _recap(self) -> list[re.Match[str]]:
         return [match for line in self.output.splitlines() if (match := RECAP.match(line))]
+
+
+def wait_for(what: Callable[[], bool], limit: float = 60.0) -> None:
+    """Wait until it is so."""
+    end = time.monotonic() + limit
+    while not what():
+        assert time.monotonic() < end, "the condition was not met in time"
+        time.sleep(0.1)
 
 
 def kill_tree(process: subprocess.Popen[bytes]) -> None:

@@ -78,29 +78,6 @@ def source_archive(folder: Path, wheelhouse: Path) -> Path:
     return archive
 
 
-def package(folder: Path, wheelhouse: Path) -> Path:
-    """A Debian package with the binary in /usr/bin."""
-    tree = folder / "package"
-    with tarfile.open(release_archive(folder, wheelhouse)) as tar:
-        # Debian 12's Python has no argument `filter`; later ones require it.
-        tar.extraction_filter = getattr(tarfile, "data_filter", None)
-        tar.extractall(tree / "usr/lib")
-    (tree / "usr/bin").mkdir(parents=True)
-    (tree / "usr/bin/llama-server").symlink_to("../lib/llama-b1/llama-server")
-    return _built(tree, folder / "llama.cpp-test.deb", "all", "Depends: libgomp1, python3\n")
-
-
-def _built(tree: Path, archive: Path, architecture: str, more: str) -> Path:
-    (tree / "DEBIAN").mkdir()
-    (tree / "DEBIAN/control").write_text(
-        f"Package: llama.cpp-test\nVersion: 1\nArchitecture: {architecture}\n{more}"
-        "Maintainer: nobody <nobody@example.org>\nDescription: llama-server for a test\n"
-    )
-    command = ["dpkg-deb", "--root-owner-group", "-Zgzip", "-z1", "--build", str(tree)]
-    subprocess.run([*command, str(archive)], check=True, capture_output=True, timeout=300)
-    return archive
-
-
 def real_package(folder: Path, program: Path) -> Path:
     """A Debian package with the real llama-server, and all that it loads, at another place.
 
@@ -118,7 +95,15 @@ def real_package(folder: Path, program: Path) -> Path:
     there.write_bytes(content.replace(loader, moved))
     (tree / "usr/bin").mkdir()
     (tree / "usr/bin/llama-server").symlink_to(f"..{place[4:]}/{program.name}")
-    return _built(tree, folder / "llama.cpp-real.deb", "amd64", "Depends: libgomp1\n")
+    (tree / "DEBIAN").mkdir()
+    (tree / "DEBIAN/control").write_text(
+        "Package: llama.cpp-test\nVersion: 1\nArchitecture: amd64\nDepends: libgomp1\n"
+        "Maintainer: nobody <nobody@example.org>\nDescription: llama-server for a test\n"
+    )
+    archive = folder / "llama.cpp-real.deb"
+    command = ["dpkg-deb", "--root-owner-group", "-Zgzip", "-z1", "--build", str(tree)]
+    subprocess.run([*command, str(archive)], check=True, capture_output=True, timeout=300)
+    return archive
 
 
 def sha256(path: Path) -> str:

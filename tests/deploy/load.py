@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Self
 
 import httpx
 
@@ -20,36 +19,17 @@ PAUSE = 1.0  # seconds between the requests of a client
 
 @dataclass(slots=True)
 class DeployLoad:
-    """`with DeployLoad(url) as load:` runs `clients` clients; every second one requests streams.
+    """Clients that don't retry, so `failures` has every request that failed.
 
-    Clients don't retry, so `failures` has every request that failed.
+    Every second one requests streams.
     """
 
     url: str
-    clients: int = 3
-    headers: dict[str, str] = field(default_factory=dict)
+    headers: dict[str, str]
     answered: int = 0
     failures: list[str] = field(default_factory=list)
-    _over: threading.Event = field(default_factory=threading.Event)
+    over: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _threads: list[threading.Thread] = field(default_factory=list)
-
-    def __enter__(self) -> Self:
-        for number in range(self.clients):
-            thread = threading.Thread(target=self._run_client, args=(number,), daemon=True)
-            thread.start()
-            self._threads.append(thread)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._over.set()
-        for thread in self._threads:
-            thread.join(LIMIT + 10)
 
     def wait_for(self, more: int, limit: float = 60.0) -> None:
         """Wait until `more` further requests have been answered."""
@@ -59,27 +39,21 @@ class DeployLoad:
                 raise TimeoutError(f"{self.answered} of {wanted} answered: {self.failures[-3:]}")
             time.sleep(0.05)
 
-    def _run_client(self, number: int) -> None:
+    def run_client(self, number: int) -> None:
         with httpx.Client(verify=False, timeout=LIMIT, headers=self.headers) as client:
-            count = 0
-            while not self._over.is_set():
-                count += 1
+            for count in itertools.count(1):
                 text = f"client {number} request {count}"
                 failure = self._send(client, text, stream=number % 2 == 0)
                 with self._lock:
-                    if failure:
-                        self.failures.append(failure)
-                    else:
-                        self.answered += 1
-                self._over.wait(PAUSE)
+                    self.failures += [failure] if failure else []
+                    self.answered += not failure
+                if self.over.wait(PAUSE):
+                    return
 
     def _send(self, client: httpx.Client, text: str, *, stream: bool) -> str:
         """Send a request. Returns its failure, or an empty text."""
-        body = {
-            "messages": [{"role": "user", "content": text}],
-            "max_tokens": TOKENS,
-            "stream": stream,
-        }
+        messages = [{"role": "user", "content": text}]
+        body = {"messages": messages, "max_tokens": TOKENS, "stream": stream}
         try:
             answer = client.post(f"{self.url}/v1/chat/completions", json=body)
         except httpx.HTTPError as error:
@@ -95,10 +69,20 @@ class DeployLoad:
 @contextlib.contextmanager
 def nothing_fails(url: str, headers: dict[str, str], answers: int) -> Iterator[DeployLoad]:
     """Load a fleet; so many requests are answered before and after, and none fails."""
-    with DeployLoad(url, headers=headers) as load:
+    load = DeployLoad(url, headers)
+    threads = [
+        threading.Thread(target=load.run_client, args=(number,), daemon=True) for number in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
         load.wait_for(answers)
         yield load
         load.wait_for(answers)
+    finally:
+        load.over.set()
+        for thread in threads:
+            thread.join(LIMIT + 10)
     assert load.failures == []
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.deploy.control import PLAYBOOKS, ansible_programs
+from tests.deploy.control import PLAYBOOKS, ansible_programs, wait_for
 
 LIMIT = 60.0
 RENDER = """
@@ -198,20 +198,16 @@ def running(command: Sequence[str], check: Sequence[str], log: Path, port: int) 
     with log.open("wb") as written:
         process = subprocess.Popen(command, stderr=written)
     try:
-        wait_for_port(port)
+        wait_for(lambda: listens(port))
         yield
     finally:
         process.terminate()
         process.wait(LIMIT)
 
 
-def wait_for_port(port: int) -> None:
-    deadline = time.monotonic() + LIMIT
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=LIMIT).close()
-        except ConnectionRefusedError:
-            assert time.monotonic() < deadline, "nothing listens"
-            time.sleep(0.02)
-        else:
-            return
+def listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=LIMIT).close()
+    except ConnectionRefusedError:
+        return False
+    return True

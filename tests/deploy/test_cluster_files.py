@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import socket
 import ssl
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.deploy.balancer_files import DEPLOY, RENDERED, configuration
 
@@ -107,18 +105,6 @@ def test_the_written_configuration_of_haproxy_is_that_of_the_template() -> None:
     assert RENDERED.read_text() == configuration(), (
         "run: python -m tests.deploy.balancer_files --write"
     )
-
-
-def test_the_gateways_of_compose_are_those_of_haproxy() -> None:
-    compose = yaml.safe_load((DEPLOY / "container/cluster.yaml").read_text())
-    services = compose["services"]
-    members = {name for name in services if name.startswith("gw-")}
-    assert set(re.findall(r" server (gw\S*)", RENDERED.read_text())) == members
-    assert {services[name]["hostname"] for name in members} == members
-    named = {volume.split(":")[0] for one in services.values() for volume in one.get("volumes", [])}
-    assert {name for name in named if name[0] not in "./$"} == set(compose["volumes"])
-    for path in (name for name in named if name[0] == "."):
-        assert (DEPLOY / "container" / path).exists(), path
 
 
 @needs_openssl

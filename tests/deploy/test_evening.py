@@ -61,14 +61,11 @@ def test_no_secret_is_shown_even_with_the_most_verbose_output(
         "gateway_admin_key": "marked-admin-key-a2",
         "gateway_environment": {"SOME_KEY": "marked-variable-a3"},
         "gateway_files": {"named.key": str(named)},
-        "monitoring_scrapes": [
-            {
-                "job_name": "other",
-                "basic_auth": {"username": "u", "password": "marked-scrape-a4"},
-                "static_configs": [{"targets": ["127.0.0.1:1"]}],
-            }
-        ],
-    }
+        "monitoring_scrapes": [{
+            "job_name": "other", "static_configs": [{"targets": ["127.0.0.1:1"]}],
+            "basic_auth": {"username": "u", "password": "marked-scrape-a4"},
+        }],
+    }  # fmt: skip
     control.variables |= secrets
     try:
         first = control.play("site.yml", "-vvv", "--diff", llama_node_key_rotate=True)

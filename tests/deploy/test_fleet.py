@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
-import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
-import yaml
 
 from tests.deploy.conftest import DeployedFleet
+from tests.deploy.control import wait_for
 from tests.deploy.load import nothing_fails
 from tests.deploy.release_files import ReleaseFiles
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(3000)]
 
-UNIT = "/etc/systemd/system/grafana-server.service"
 SECURITY = 2.0  # exposure by systemd-analyze: 0 is closed, 10 open; it was 1.5 and 1.7
-
-
-def wait_for(what: Callable[[], bool], limit: float = 30.0) -> None:
-    end = time.monotonic() + limit
-    while not what():
-        assert time.monotonic() < end, "the condition was not met in time"
-        time.sleep(0.3)
 
 
 def node_key(fleet: DeployedFleet, name: str) -> str:
@@ -58,14 +46,6 @@ def test_bare_machines_become_a_fleet_that_answers_through_nginx(fleet: Deployed
     }
 
 
-def test_the_commands_that_are_printed_can_be_pasted_on_the_gateways_host(
-    fleet: DeployedFleet,
-) -> None:
-    told = fleet.hosts["gw"].run("cd / && llama-gateway check && llama-gateway nodes").stdout
-    assert "n1-numa0" in told
-    assert "n2-numa0" in told
-
-
 def test_a_second_run_changes_nothing(fleet: DeployedFleet) -> None:
     assert fleet.control.play("site.yml").changed == {}
 
@@ -81,15 +61,6 @@ def test_a_check_reports_what_a_run_would_change_and_changes_nothing(fleet: Depl
     assert fleet.hosts["n1"].run(pid).stdout == before
     assert {node["state"] for node in fleet.nodes().values()} == {"ready"}
     assert fleet.control.play("site.yml").changed == {}
-
-
-def test_single_tags_change_nothing_after_a_complete_run(fleet: DeployedFleet) -> None:
-    for tag in ("install", "configure", "run"):
-        assert fleet.control.play("site.yml", "--tags", tag).changed == {}
-
-
-def test_the_fleet_is_verified(fleet: DeployedFleet) -> None:
-    assert fleet.control.play("verify.yml").changed == {}
 
 
 def test_a_node_requires_a_key_that_only_the_gateway_has(fleet: DeployedFleet) -> None:
@@ -114,21 +85,9 @@ def reaches(fleet: DeployedFleet, name: str) -> bool:
     return fleet.hosts[name].run(f'python3 -c "{code}"', check=False).returncode == 0
 
 
-def gets_port_unreachable(fleet: DeployedFleet, name: str) -> bool:
-    """Whether a machine other than the gateway gets an ICMP error from an unused UDP port."""
-    address = fleet.hosts["n1"].address
-    code = (
-        "import socket; s = socket.socket(type=socket.SOCK_DGRAM); s.settimeout(20);"
-        f" s.connect(('{address}', 8080)); s.send(b'x'); s.recv(1)"
-    )
-    done = fleet.hosts[name].run(f'python3 -c "{code}"', check=False)
-    return "ConnectionRefusedError" in done.stderr
-
-
 def test_no_other_machine_reaches_a_node(fleet: DeployedFleet) -> None:
     host = fleet.hosts["n1"]
     assert not reaches(fleet, "n2")
-    assert gets_port_unreachable(fleet, "n2")
     host.run("systemctl restart nftables")  # which first removes every table
     assert "llama_node" in host.run("nft list tables").stdout
     assert not reaches(fleet, "n2")
@@ -165,65 +124,8 @@ def test_prometheus_scrapes_the_gateway_and_every_node(fleet: DeployedFleet) -> 
         return {t["labels"].get("node", t["labels"]["job"]): t["health"] for t in targets}
 
     expected = {"llama-gateway": "up", "n1-numa0": "up", "n2-numa0": "up"}
-    wait_for(lambda: health() == expected, limit=60)
+    wait_for(lambda: health() == expected)
     host.run("promtool check config /etc/prometheus/prometheus.yml")
-
-
-def test_the_alerts_use_metrics_that_nodes_have(fleet: DeployedFleet) -> None:
-    """`tests/monitoring` knows those of the gateway."""
-    rules = fleet.hosts["gw"].run("cat /etc/prometheus/llama-gateway-rules.yml").stdout
-    output = request_of_gateway(fleet, "n1", "/metrics", key=node_key(fleet, "n1"))[1]
-    named = set(re.findall(r"\bllamacpp:\w+", rules))
-    assert named
-    assert named <= set(re.findall(r"^# TYPE (\S+)", output, re.MULTILINE))
-
-
-def test_grafana_gets_its_data_source_and_dashboard_where_it_is(fleet: DeployedFleet) -> None:
-    """Debian has no package of it: folders as Grafana's package makes them, a unit that sleeps."""
-    host = fleet.hosts["gw"]
-    pid = "systemctl show -p MainPID --value grafana-server"
-    unit = "[Service]\nExecStart=/usr/bin/sleep infinity\n"
-    provisioning = "/etc/grafana/provisioning"
-    folder = host.root / provisioning.strip("/")
-    host.run(
-        f"mkdir -p {provisioning}/dashboards {provisioning}/datasources && printf '{unit}' >{UNIT}"
-    )
-    host.run("systemctl daemon-reload && systemctl start grafana-server")
-    try:
-        before = host.run(pid).stdout
-        assert set(fleet.control.play("site.yml", "--tags", "configure").changed) == {"gw"}
-        assert host.run(pid).stdout != before
-        assert fleet.control.play("site.yml", "--tags", "configure").changed == {}
-        (source,) = yaml.safe_load((folder / "datasources/llama-gateway.yml").read_text())[
-            "datasources"
-        ]
-        assert source["url"] == "http://127.0.0.1:9090"
-        (provider,) = yaml.safe_load((folder / "dashboards/llama-gateway.yml").read_text())[
-            "providers"
-        ]
-        made = host.run(f"cat {provider['options']['path']}/llama-gateway.json").stdout
-        assert json.loads(made)["panels"]
-    finally:
-        host.run(
-            f"systemctl stop grafana-server; rm -r /etc/grafana {UNIT}; systemctl daemon-reload"
-        )
-
-
-def test_a_gateway_with_traces_gets_their_packages(fleet: DeployedFleet) -> None:
-    traces = {"endpoint": "http://127.0.0.1:9/v1/traces", "share": 1}
-    settings = {**fleet.control.variables["gateway_settings"], "telemetry": {"traces": traces}}
-    there = "/opt/llama-gateway/current/bin/python -c 'import opentelemetry.proto'"
-    host = fleet.hosts["gw"]
-    assert host.run(there, check=False).returncode != 0
-    with nothing_fails(fleet.url, fleet.headers, 5):
-        assert set(fleet.control.play("site.yml", gateway_settings=settings).changed) == {"gw"}
-    host.run(there)
-    # Nobody takes them there: the gateway says so, and serves.
-    assert fleet.chat()["usage"]["completion_tokens"] == 8
-    lost = re.compile(r'llama_gateway_traces_dropped_total\{reason="not_taken"\} [1-9]')
-    wait_for(lambda: lost.search(host.fetch("http://127.0.0.1:8001/metrics")) is not None)
-    assert fleet.control.play("site.yml", gateway_settings=settings).changed == {}
-    assert set(fleet.control.play("site.yml").changed) == {"gw"}
 
 
 @pytest.mark.parametrize(
@@ -283,24 +185,6 @@ def test_a_node_is_removed_under_load(fleet: DeployedFleet) -> None:
     assert set(fleet.nodes()) == {"n1-numa0", "n2-numa0"}
 
 
-def test_huge_pages_and_the_governor_are_set_on_request(fleet: DeployedFleet) -> None:
-    host = fleet.hosts["n1"]
-    setting = host.run("cat /sys/kernel/mm/transparent_hugepage/enabled").stdout
-    now = setting.partition("[")[2].partition("]")[0]  # a container can't set another
-    expected: dict[str, Any] = {
-        "llama_node_hugepages": now,
-        "llama_node_governor": "performance",
-    }
-    arguments = ("site.yml", "--limit", "n1,gw", "--tags", "configure")
-    assert set(fleet.control.play(*arguments, **expected).changed) == {"n1"}
-    assert fleet.control.play(*arguments, **expected).changed == {}
-    rule = host.run("cat /etc/tmpfiles.d/llama-node.conf").stdout.split()
-    assert rule[1:] == ["/sys/kernel/mm/transparent_hugepage/enabled", "-", "-", "-", "-", now]
-    assert host.run("systemctl is-enabled llama-governor").stdout.strip() == "enabled"
-    assert host.run("systemd-analyze verify llama-governor.service").stderr == ""
-    assert fleet.nodes()["n1-numa0"]["state"] == "ready"
-
-
 def test_a_host_is_drained_and_resumed(fleet: DeployedFleet) -> None:
     fleet.control.play("drain.yml", "--limit", "n1")
     assert fleet.nodes()["n1-numa0"]["state"] == "draining"
@@ -309,26 +193,6 @@ def test_a_host_is_drained_and_resumed(fleet: DeployedFleet) -> None:
     assert "drain is resumed. Remedy: " in wrong.text
     fleet.control.play("drain.yml", "--limit", "n1", drain="resume")
     assert fleet.nodes()["n1-numa0"]["state"] == "ready"
-
-
-def test_an_elastic_server_that_its_gateway_has_stopped_stays_stopped(fleet: DeployedFleet) -> None:
-    hook = ["true"]
-    entry = {"standby": True, "start": hook, "stop": hook}
-    arguments = ("site.yml", "--limit", "n2,gw")
-    fleet.control.play(*arguments, llama_node_entry=entry)
-    fleet.hosts["n2"].run("systemctl stop llama-server-numa0")
-    assert fleet.control.play(*arguments, llama_node_entry=entry).changed == {}
-    state = fleet.hosts["n2"].run("systemctl is-active llama-server-numa0", check=False)
-    assert state.stdout.strip() == "inactive"
-    fleet.control.play(*arguments)
-    wait_for(lambda: fleet.nodes()["n2-numa0"]["state"] == "ready")
-
-
-def test_a_host_of_other_groups_is_not_removed_unasked(fleet: DeployedFleet) -> None:
-    output = fleet.control.play("remove.yml", "--limit", "gw", good=False)
-    assert "remove=yes" in output.text
-    assert output.changed == {}
-    assert fleet.chat()["usage"]["completion_tokens"] == 8
 
 
 def test_a_host_is_removed(fleet: DeployedFleet) -> None:

@@ -1,12 +1,15 @@
-"""llama.cpp from an archive of binaries, a package and source; each serves a chat."""
+"""llama.cpp from binaries, source and a package, whose real server becomes a router of models."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from setup.llama_server import PROGRAM, cache_folder
 from tests.deploy import llama_archives
 from tests.deploy.conftest import DeployedFleet
 from tests.deploy.control import PlaybookResult
@@ -46,27 +49,6 @@ def test_an_archive_of_binaries(
     assert "--metrics --slots --jinja --no-webui" in unit
 
 
-def test_memory_is_locked_without_root(
-    fleet: DeployedFleet, release_files: ReleaseFiles, tmp_path: Path
-) -> None:
-    archive = llama_archives.release_archive(tmp_path, release_files.wheelhouse())
-    play(fleet, archive, llama_node_mlock=True)
-    host = fleet.hosts["n1"]
-    pid = host.run("systemctl show -p MainPID --value llama-server-numa0").stdout.strip()
-    assert "--mlock" in host.run(f"tr '\\0' ' ' < /proc/{pid}/cmdline").stdout
-    locked = host.run(f"sed -n 's/^VmLck:[^0-9]*//p' /proc/{pid}/status").stdout.split()[0]
-    assert int(locked) > 16 << 10  # KiB; without the capability the limit is 8 MiB
-    limits = host.run(f"grep -E '^(Uid|CapEff)' /proc/{pid}/status").stdout.split()
-    assert limits[1] != "0"  # not root
-    assert int(limits[-1], 16) == 1 << 14  # CAP_IPC_LOCK, linux/capability.h, and no other
-
-
-def test_a_package(fleet: DeployedFleet, release_files: ReleaseFiles, tmp_path: Path) -> None:
-    package = llama_archives.package(tmp_path, release_files.wheelhouse())
-    unit = install(fleet, "package", None, llama_node_package_file=str(package))
-    assert "ExecStart=/usr/bin/llama-server" in unit
-
-
 def test_source(fleet: DeployedFleet, release_files: ReleaseFiles, tmp_path: Path) -> None:
     archive = llama_archives.source_archive(tmp_path, release_files.wheelhouse())
     unit = install(fleet, "source", archive)
@@ -78,3 +60,87 @@ def test_source(fleet: DeployedFleet, release_files: ReleaseFiles, tmp_path: Pat
         assert f"GGML_AVX2={'ON' if 'avx2' in flags else 'OFF'}" in switches
         assert f"GGML_AVX512_VNNI={'ON' if 'avx512_vnni' in flags else 'OFF'}" in switches
     assert "GGML_NATIVE=OFF" in switches
+
+
+FOLDER = "/var/lib/llama-node/models"
+PROMPTS = "/var/lib/llama-node-prompts"
+
+
+@pytest.fixture(scope="module")
+def real_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    program = cache_folder() / PROGRAM
+    if not program.is_file():
+        pytest.skip("the real llama-server is missing: make llama-server")
+    return llama_archives.real_package(tmp_path_factory.mktemp("package"), program)
+
+
+def chat(fleet: DeployedFleet, model: str) -> int:
+    """The status of a chat on the gateway's host, which waits while the model is loaded."""
+    body = {"model": model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+    code = (
+        "import urllib.request as r\n"
+        f"asked = r.Request('http://127.0.0.1:8000/v1/chat/completions', {json.dumps(body)!r}."
+        f"encode(), {{'Authorization': 'Bearer {fleet.key.secret}'}})\n"
+        "print(r.urlopen(asked, timeout=60).status)"
+    )
+    return int(fleet.hosts["gw"].run(f"python3 - <<'END'\n{code}\nEND", limit=90).stdout)
+
+
+def test_a_host_becomes_a_router_whose_models_are_loaded_on_demand(
+    fleet: DeployedFleet, release_files: ReleaseFiles, real_package: Path
+) -> None:
+    host, gateway = fleet.hosts["n1"], fleet.hosts["gw"]
+    file = str(release_files.model())
+    models = [
+        {"name": "one", "file": file},
+        {"name": "two", "file": file, "args": {"parallel": 1, "ctx-size": 1024}},
+    ]
+    keys = {"keys": [fleet.key.entry]}
+    wanted: dict[str, Any] = {
+        "llama_node_install": "package",
+        "llama_node_package_file": str(real_package),
+        "llama_node_model_file": "",
+        "llama_node_models": models,
+        "llama_node_preload": ["one"],
+        "llama_node_memory": "3GiB",
+        "llama_node_slot_save": True,
+    }
+    pinned = {**keys, "models": {"two": {"memory": "100MiB"}, "one": {"pin": ["n1-numa0"]}}}
+
+    def play(*, good: bool = True, **more: Any) -> Any:
+        return fleet.control.play("site.yml", "--limit", "n1,gw", good=good, **(wanted | more))
+
+    # The settings name a node that comes with them.
+    play(gateway_settings=pinned)
+    nodes = fleet.nodes()
+    assert nodes["n1-numa0"]["state"] == nodes["n1-numa0/one"]["state"] == "ready"
+    assert nodes["n1-numa0/two"]["state"] == "unloaded"
+    written = yaml.safe_load(gateway.run("cat /etc/llama-gateway/nodes.yaml").stdout)
+    (entry,) = (one for one in written["nodes"] if one["name"] == "n1-numa0")
+    assert (entry["memory"], entry["preload"]) == ("3GiB", ["one"])
+    assert chat(fleet, "one") == chat(fleet, "two") == 200
+    assert fleet.nodes()["n1-numa0/two"]["state"] == "ready"
+    assert play(gateway_settings=pinned).changed == {}
+    assert host.run(f"stat -c '%U %a' {PROMPTS}/numa0").stdout.split() == ["llama-node", "700"]
+    fleet.control.play("verify.yml", "--limit", "n1,gw", verify_key=fleet.key.secret)
+    (presets,) = host.run(f"ls {FOLDER}/*.ini").stdout.split()
+
+    # What can't fit is refused before one of the two files is written.
+    before = gateway.run("sha256sum /etc/llama-gateway/*.yaml").stdout
+    wrong = play(
+        good=False, gateway_settings={**keys, "models": {"one": {"pin": ["n9"], "memory": "9GiB"}}}
+    )
+    assert "no node of the inventory is named n9" in wrong.text
+    assert "n1 has 3GiB, and always to be loaded there are one (9GiB)" in wrong.text
+    assert gateway.run("sha256sum /etc/llama-gateway/*.yaml").stdout == before
+
+    # Another list restarts the router.
+    play(gateway_settings=keys, llama_node_models=models[:1])
+    (other,) = host.run(f"ls {FOLDER}/*.ini").stdout.split()
+    assert other != presets
+    assert {name for name in fleet.nodes() if name.startswith("n1")} == {
+        "n1-numa0",
+        "n1-numa0/one",
+    }
+    fleet.control.play("site.yml", "--limit", "n1,gw")
+    assert host.run(f"ls {FOLDER}/*.ini {PROMPTS}", check=False).stdout == ""

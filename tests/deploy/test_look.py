@@ -1,35 +1,37 @@
 from __future__ import annotations
 
 import hashlib
-import http.server
 import importlib.util
-import os
-import pwd
-import subprocess
-import sys
-import threading
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
 from gateway.local.topology import read_topology, topology_as_dict
 from tests.local.machine import make_machine, two_sockets_with_smt
 
-LOOK = Path(__file__).parents[2] / "deploy/ansible/roles/preflight/files/look.py"
+ROLES = Path(__file__).parents[2] / "deploy/ansible/roles"
 GIB = 1 << 30
 
 
-@pytest.fixture(scope="module")
-def look() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("look", LOOK)
+def load(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROLES / path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def look() -> ModuleType:
+    return load("preflight/files/look.py")
+
+
+@pytest.fixture(scope="module")
+def keys() -> ModuleType:
+    return load("llama_node/files/keys.py")
 
 
 @pytest.fixture
@@ -103,124 +105,6 @@ def test_an_edited_file_is_distinguished_from_ours_and_from_a_foreign_one(
     assert look.file_problems(spec)[0].startswith(f"{script} was edited by hand ")
 
 
-def test_a_link_into_the_releases_may_be_replaced_and_no_other_one(
-    look: ModuleType, tmp_path: Path
-) -> None:
-    link, releases, elsewhere = (tmp_path / name for name in ("link", "releases", "elsewhere"))
-    spec = files(link, links=str(releases))
-    for folder in (releases, elsewhere):
-        folder.mkdir()
-        (folder / "program").write_text("#!/bin/sh\n")
-    link.symlink_to(releases / "program")
-    assert look.file_problems(spec) == []
-    link.unlink()
-    link.symlink_to(elsewhere / "program")
-    assert " was not written by this role" in look.file_problems(spec)[0]
-    (elsewhere / "program").unlink()  # it leads nowhere
-    assert look.file_problems(spec) == []
-
-
-def test_a_packages_file_is_distinguished_from_one_edited_before_the_first_run(
-    look: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    brought, edited = tmp_path / "brought", tmp_path / "edited"
-    brought.write_bytes(b"global:\n")
-    edited.write_bytes(b"global:\n# mine\n")
-    digest = hashlib.md5(b"global:\n", usedforsecurity=False).hexdigest()
-    run = Mock(return_value=f" {brought} {digest}\n {edited} {digest} obsolete\n")  # as it writes
-    monkeypatch.setattr(look, "run", run)
-    (problem,) = look.file_problems(files(brought, edited, packages=["prometheus"]))
-    assert problem.startswith(f"{edited} was not written by this role. Remedy: ")
-    run.assert_any_call("dpkg-query", "--show", "--showformat=${Conffiles}\n", "prometheus")
-
-
-class _SignedForGet(http.server.BaseHTTPRequestHandler):
-    """Answers as object stores do for a URL that is signed for GET."""
-
-    def do_HEAD(self) -> None:
-        self.send_error(403)
-
-    def do_GET(self) -> None:
-        if self.path != "/model.gguf":
-            self.send_error(404)
-            return
-        assert self.headers["Range"] == "bytes=0-0"
-        self.send_response(206)
-        self.send_header("Content-Range", "bytes 0-0/4368438944")
-        self.send_header("Content-Length", "1")
-        self.end_headers()
-        self.wfile.write(b"G")
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-def test_a_model_at_an_address_signed_for_get_is_measured(look: ModuleType) -> None:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _SignedForGet) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        try:
-            assert look.size_of(f"{url}/model.gguf") == (4368438944, "")
-            assert look.size_of(f"{url}/none.gguf") == (None, "status 404")
-        finally:
-            server.shutdown()
-            thread.join(10)
-
-
-def test_the_last_runs_publication_is_read_and_broken_ones_are_ignored(
-    look: ModuleType, tmp_path: Path
-) -> None:
-    path = tmp_path / "servers.json"
-    assert look.published(path) == []
-    for broken in ("", "[]", '{"servers"', '{"servers": 1}', "null"):
-        path.write_text(broken)
-        assert look.published(path) == []
-    path.write_text('{"servers": [{"unit": "llama-server-numa0.service"}]}')
-    assert look.published(path) == [{"unit": "llama-server-numa0.service"}]
-
-
-def test_space_on_one_disk_is_added_up(look: ModuleType, tmp_path: Path) -> None:
-    wanted = [
-        {"path": str(tmp_path / "a/b"), "bytes": 1 << 59, "variable": "one", "what": "the model"},
-        {"path": str(tmp_path / "c"), "bytes": 1 << 58, "variable": "two", "what": "llama.cpp"},
-    ]
-    (problem,) = look.disk_problems(wanted)
-    assert "one or two" in problem
-    assert look.disk_problems([{**wanted[0], "bytes": 1}]) == []
-
-
-def test_a_model_that_is_uploaded_needs_room_in_ansibles_temporary_folder(
-    look: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    me = pwd.getpwuid(os.getuid())
-    home = me.pw_dir
-    monkeypatch.setenv("SUDO_USER", me.pw_name)
-    for folder, urls, missing, disks in (
-        ("/proc/models", [], 7, [home, "/proc/models"]),  # another file system
-        ("/proc/models", ["http://192.0.2.1/m.gguf"], 7, ["/proc/models"]),
-        ("/proc/models", [], 0, ["/proc/models"]),
-        (f"{home}/models", [], 7, [f"{home}/models"]),
-    ):
-        spec = {"model": {"path": f"{folder}/m.gguf", "urls": urls}}
-        found = look.disks(spec, {"missing": missing, "bytes": 7})
-        assert [one["path"] for one in found] == disks
-
-
-def test_a_verified_model_is_not_read_again(look: ModuleType, tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    path.write_bytes(b"weights")
-    stat = path.stat()
-    record = Path(f"{path}.verified")
-    record.write_text(f"{'a' * 64} {stat.st_size} {stat.st_mtime_ns}\n")
-    model = {"path": str(path), "sha256": "a" * 64, "urls": [], "bytes": 7}
-    problems: list[str] = []
-    assert look.look_at_model(model, problems)["verified"]
-    path.write_bytes(b"other weights")
-    assert not look.look_at_model(model, problems)["verified"]
-    assert problems == []
-
-
 def on_demand(
     look: ModuleType, topology: dict[str, Any], *sizes: float, running: int = 0, **spec: Any
 ) -> list[str]:
@@ -251,48 +135,31 @@ def test_models_on_demand_need_room_for_the_largest_and_for_the_preloaded(
     assert on_demand(look, two_sockets, 16.0, preload=["m0"], numa_nodes=[1]) == []
 
 
-def test_the_memory_that_is_said_for_models_on_demand_must_be_there(
-    look: ModuleType, two_sockets: dict[str, Any]
+def test_a_renewed_key_is_known_to_every_server_before_the_gateway_sends_it(
+    keys: ModuleType,
 ) -> None:
-    (problem,) = on_demand(look, two_sockets, 1.0, models_memory="47GiB")
-    assert "llama_node_memory is 47.0 GiB, but this machine has 46.0 GiB beside 2.0" in problem
-    (problem,) = on_demand(look, two_sockets, 10.0, models_memory="14 GB")
-    assert problem.startswith("not enough memory: m0 needs 15.0 GiB (1.5 x file, and ")
-    assert "llama_node_cache_ram), but llama_node_memory is 13.0 GiB" in problem
-    assert on_demand(look, two_sockets, 10.0, models_memory="16384MiB") == []
-    (problem,) = on_demand(look, two_sockets, 10.0, models_memory="15.5GiB", cache_ram=1024)
-    assert "m0 needs 16.0 GiB" in problem
+    """The play may stop after each of two servers; the gateway sends the first key of the file."""
+    file = keys.wanted([], rotate=False, running=[])
+    servers = [file, file]
 
+    def play(*, rotate: bool, restarted: int) -> None:
+        nonlocal file
+        running = [keys.fingerprint(known) for known in servers]
+        file = keys.wanted(file, rotate=rotate, running=running)
+        for number in range(len(servers)):
+            assert file[0] in servers[number]
+            if number < restarted:
+                servers[number] = file
 
-def test_missing_models_on_demand_need_disk_space_once_each(
-    look: ModuleType, tmp_path: Path
-) -> None:
-    a, b = f"{tmp_path}/a.gguf", f"{tmp_path}/b.gguf"
-    spec = {"models": [{"path": a, "urls": ["http://m"]}, {"path": b, "urls": ["http://m"]}]}
-    seen = [
-        {"path": a, "bytes": 7, "missing": 7},
-        {"path": a, "bytes": 7, "missing": 7},
-        {"path": b, "bytes": 9, "missing": 0},
-    ]
-    (wanted,) = look.disks_on_demand(spec, seen)
-    assert (wanted["path"], wanted["bytes"], wanted["what"]) == (str(tmp_path), 7, "a.gguf")
-
-
-def test_the_memory_of_a_server_counts_what_its_children_have(look: ModuleType) -> None:
-    code = "held = bytearray(64 << 20); print(1, flush=True); input()"
-    # A thread starts it, as in a router.
-    parent = f"""
-import subprocess, sys, threading
-def start(): subprocess.run([sys.executable, "-c", {code!r}])
-threading.Thread(target=start).start()
-"""
-    with subprocess.Popen(
-        [sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdin is not None
-        assert process.stdout.readline() == b"1\n"
-        assert look.own_memory(process.pid) > 64 << 20
-        process.stdin.write(b"\n")
-        process.stdin.close()
-        assert process.wait(30) == 0
+    (old,) = file
+    play(rotate=True, restarted=1)  # it stopped after the first server
+    play(rotate=False, restarted=1)
+    assert file[0] == old
+    play(rotate=True, restarted=2)
+    assert len(file) == 2  # a renewal begins once, however often it is requested
+    play(rotate=False, restarted=1)
+    assert file[0] != old
+    play(rotate=False, restarted=2)
+    assert servers == [file, file]
+    assert len(file) == 1
+    assert old not in file

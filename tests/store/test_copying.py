@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sqlite3
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Boolean, Column, Connection, Float, Integer, Table, insert, select, update
+from sqlalchemy import Boolean, Column, Connection, Float, Integer, Table, insert, select
 
 from gateway.callers.ledger import ROW_COLUMNS
 from gateway.store import copying
@@ -133,15 +130,6 @@ def test_a_copy_and_the_copy_of_that_have_the_same_rows(
     assert copied.paused_batches == 0
 
 
-def test_the_digest_tells_one_store_from_another(new_place: NewPlace) -> None:
-    source = new_place("sqlite")
-    fill(source)
-    before = exact(source, new_place("sqlite")).digest
-    with connected(source) as connection, transaction(connection):
-        connection.execute(update(usage).where(usage.c.id == a_value(usage.c.id, 1)).values(cost=2))
-    assert exact(source, new_place("sqlite")).digest != before
-
-
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
 def test_a_copy_goes_on_where_the_store_was(new_place: NewPlace, kind: str) -> None:
     source, target = new_place("sqlite"), new_place(kind)
@@ -184,14 +172,11 @@ def test_a_copy_is_of_one_moment_while_a_gateway_writes(
         assert len(read(connection, usage)) == 100 + len(calls)
 
 
-def a_batch(id_: str, **values: Any) -> dict[str, Any]:
-    given = {
-        "id": id_, "owner": "alice", "api": "openai", "endpoint": "/v1/embeddings",
-        "created_at": 1.0, "expires_at": 2.0, "keep_until": 3.0, "class_": "batch",
-        "state": "in_progress", "folder": "f1", "paused_at": None, "pause_reason": None,
-        "ended_at": None,
-    }  # fmt: skip
-    return {**given, **values}
+BATCH = {
+    "owner": "alice", "api": "openai", "endpoint": "/v1/embeddings", "created_at": 1.0,
+    "expires_at": 2.0, "keep_until": 3.0, "class_": "batch", "folder": "f1",
+    "state": "in_progress", "paused_at": None, "pause_reason": None, "ended_at": None,
+}  # fmt: skip
 
 
 def test_unfinished_batches_are_paused_for_a_reason_that_nothing_else_resumes(
@@ -199,9 +184,9 @@ def test_unfinished_batches_are_paused_for_a_reason_that_nothing_else_resumes(
 ) -> None:
     source, target = new_place("sqlite"), new_place("sqlite")
     made = [
-        a_batch("running"),
-        a_batch("full", paused_at=5.0, pause_reason="storage_full"),
-        a_batch("done", state="completed", ended_at=6.0),
+        {**BATCH, "id": "running"},
+        {**BATCH, "id": "full", "paused_at": 5.0, "pause_reason": "storage_full"},
+        {**BATCH, "id": "done", "state": "completed", "ended_at": 6.0},
     ]
     with connected(source) as connection:
         migrate(connection, THIS_PROGRAM, 1.0)
@@ -252,48 +237,24 @@ def test_a_copy_that_differs_does_not_appear(
     exact(source, target)
 
 
-def test_a_file_is_its_owners_alone_and_has_no_others_beside_it(new_place: NewPlace) -> None:
+def test_a_copy_is_its_owners_alone_and_leaves_its_source_as_it_was(new_place: NewPlace) -> None:
     source, target = new_place("sqlite"), new_place("sqlite")
     fill(source)
     exact(source, target)
+    assert source.path is not None
     assert target.path is not None
     assert target.path.stat().st_mode & 0o777 == 0o600
-    assert list(target.path.parent.iterdir()) == [target.path]
     with contextlib.closing(sqlite3.connect(target.path)) as file:
         assert file.execute("PRAGMA auto_vacuum").fetchone() == (2,)  # retention needs it
-        assert file.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-
-
-def test_a_source_is_read_without_a_change(new_place: NewPlace) -> None:
-    store, backup = new_place("sqlite"), new_place("sqlite")
-    fill(store)
-    exact(store, backup)
-    for source in (store, backup):
-        assert source.path is not None
-        before = source.path.read_bytes()
-        exact(source, new_place("sqlite"))
-        assert source.path.read_bytes() == before
-        assert list(source.path.parent.iterdir()) == [source.path]
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_root_gives_the_file_to_the_owner_of_its_folder(new_place: NewPlace) -> None:
-    source, target = new_place("sqlite"), new_place("sqlite")
-    fill(source)
-    assert target.path is not None
-    os.chown(target.path.parent, 65534, 65534)
-    exact(source, target)
-    assert (target.path.stat().st_uid, target.path.stat().st_gid) == (65534, 65534)
+    for read in (source, target):
+        assert read.path is not None
+        before = read.path.read_bytes()
+        exact(read, new_place("sqlite"))
+        assert read.path.read_bytes() == before
+        assert list(read.path.parent.iterdir()) == [read.path]
 
 
 # What is refused.
-
-
-def note_gateway(location: StoreLocation) -> None:
-    """Let a gateway be at work on the store."""
-    alive = {"id": "p", "started_at": 1.0, "seen_at": time.time(), "host": "hal boot", "pid": 7}
-    with connected(location) as connection, transaction(connection):
-        connection.execute(insert(processes).values(alive))
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
@@ -304,11 +265,10 @@ def test_a_place_with_a_store_is_refused_and_who_uses_it_is_told(
     fill(source)
     with connected(target) as connection:
         migrate(connection, THIS_PROGRAM, 1.0)
-    error = refused(source, target)
-    assert "already" in error.message
-    assert source.shown not in error.message
-    assert "a gateway on" not in error.message
-    note_gateway(target)
+    assert "already" in refused(source, target).message
+    alive = {"id": "p", "started_at": 1.0, "seen_at": time.time(), "host": "hal boot", "pid": 7}
+    with connected(target) as connection, transaction(connection):
+        connection.execute(insert(processes).values(alive))
     error = refused(source, target)
     assert "a gateway on hal (process 7) uses it" in error.message
     assert "stop the gateway" in error.remedy
@@ -327,63 +287,21 @@ def test_what_a_former_store_left_is_refused(new_place: NewPlace, end: str) -> N
     assert not target.path.exists()
 
 
-def test_a_gateway_that_uses_the_source_is_told(new_place: NewPlace) -> None:
-    source = new_place("sqlite")
-    fill(source)
-    assert exact(source, new_place("sqlite")).used_by is None
-    note_gateway(source)
-    assert exact(source, new_place("sqlite")).used_by == "a gateway on hal (process 7)"
-
-
-def test_missing_places_are_told(new_place: NewPlace, tmp_path: Path) -> None:
-    source, target = new_place("sqlite"), new_place("sqlite")
-    assert "is not there" in refused(source, target).message
-    assert source.path is not None
-    assert not source.path.exists()
-    fill(source)
-    nowhere = locate_store(f"sqlite:///{tmp_path}/nowhere/gateway.db", tmp_path)
-    assert refused(source, nowhere).message == f"there is no folder {tmp_path}/nowhere"
-    off = locate_store("postgresql://gateway:hidden@127.0.0.1:9/x", tmp_path)
-    error = refused(source, off)
-    assert isinstance(error, StoreError)
-    assert "127.0.0.1:9" in error.message
-    assert "hidden" not in str(error)
-
-
-def spoil_middle(path: Path) -> None:
-    size = path.stat().st_size
-    with path.open("r+b") as file:
-        file.seek(size // 2)
-        file.write(b"\xff" * (size // 4))
-
-
-def cut_short(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def of_something_else(path: Path) -> None:
-    path.write_text("a text, and no database. " * 100)
-
-
-@pytest.mark.parametrize("spoil", [spoil_middle, cut_short, of_something_else])
-def test_a_broken_file_is_told(new_place: NewPlace, spoil: Callable[[Path], None]) -> None:
+def test_a_broken_file_is_told(new_place: NewPlace) -> None:
     source, backup, target = (new_place("sqlite") for _ in range(3))
     fill(source, rows=300)
     exact(source, backup)
     assert backup.path is not None
     assert target.path is not None
-    spoil(backup.path)
-    error = refused(backup, target)
-    assert str(backup.path) in error.message
-    assert "another backup" in error.remedy
-    assert list(target.path.parent.iterdir()) == []
-
-
-def test_a_database_without_tables_is_no_store(new_place: NewPlace) -> None:
-    source = new_place("sqlite")
-    assert source.path is not None
-    source.path.touch()
-    assert "holds no store" in refused(source, new_place("sqlite")).message
+    whole = backup.path.read_bytes()
+    size = len(whole)
+    spoilt = whole[: size // 2] + b"\xff" * (size // 4) + whole[3 * size // 4 :]
+    for content in (spoilt, whole[: size // 2], b"a text, and no database. " * 100, b""):
+        backup.path.write_bytes(content)
+        error = refused(backup, target)
+        assert str(backup.path) in error.message
+        assert "another backup" in error.remedy or not content
+        assert list(target.path.parent.iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
@@ -413,49 +331,3 @@ def test_stores_of_other_versions_that_would_lose_something_are_refused(
     assert "use the command of version" in error.remedy
     make_released_store(ancient.url.render_as_string(hide_password=False), level=2)
     assert "level 2" in refused(ancient, new_place("sqlite")).message
-
-
-def test_a_row_that_postgresql_does_not_take_is_told_by_its_table(new_place: NewPlace) -> None:
-    source, target = new_place("sqlite"), new_place("postgresql")
-    with connected(source) as connection:
-        migrate(connection, THIS_PROGRAM, 1.0)
-        with transaction(connection):
-            add_rows(connection, [a_row(1, user="a\0secret")])
-    error = refused(source, target)
-    assert "usage is refused" in error.message
-    assert "NUL" in error.message
-    assert "secret" not in str(error).replace("secret-of-tests", "")
-
-
-WITH_LITTLE_ROOM = """
-import resource, signal, sys
-from pathlib import Path
-from gateway.store.copying import copy_store
-from gateway.store.database import locate_store
-from gateway.store.failures import StoreError
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000))
-try:
-    copy_store(*(locate_store("sqlite:///" + path, Path()) for path in sys.argv[1:]),
-               pause_batches=False)
-except StoreError as error:
-    print(error)
-"""
-
-
-def test_no_room_is_told_and_leaves_nothing(new_place: NewPlace) -> None:
-    source, target = new_place("sqlite"), new_place("sqlite")
-    fill(source)
-    with connected(source) as connection, transaction(connection):
-        add_rows(connection, [a_row(number) for number in range(20_000)])
-    ended = subprocess.run(
-        [sys.executable, "-c", WITH_LITTLE_ROOM, str(source.path), str(target.path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    assert target.path is not None
-    assert f"{target.path.parent}/.gateway.db." in ended.stdout
-    assert "free space" in ended.stdout
-    assert list(target.path.parent.iterdir()) == []

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import shutil
 import socket
-import sqlite3
 import subprocess
 import sys
 import termios
@@ -30,7 +28,7 @@ from gateway.store.failures import (
 from gateway.store.store import Store
 from tests.postgres import PostgresServer, needs_postgres, running_postgres
 from tests.small_disk import run_on_small_disk
-from tests.store.stores import LIMIT, add, count, names, opened, wait_until
+from tests.store.stores import LIMIT, add, count, locked, names, opened, wait_until
 
 NEVER = 3600.0
 """Seconds between two looks of a store's own, where a test's next job must find the failure."""
@@ -63,42 +61,16 @@ def comes_back(store: Store) -> None:
 # SQLite's file.
 
 
-@contextlib.contextmanager
-def held_by_another(file: Path) -> Iterator[None]:
-    """Let another process hold SQLite's write lock."""
-    script = (
-        "import sqlite3, sys; c = sqlite3.connect(sys.argv[1], isolation_level=None);"
-        "c.execute('BEGIN IMMEDIATE'); print(flush=True); sys.stdin.read()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", script, file], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        try:
-            yield
-        finally:
-            process.kill()
-
-
-def test_a_lock_of_another_process_is_waited_for_and_then_told(file: Path) -> None:
+def test_a_lock_of_another_is_waited_for_and_then_told(file: Path) -> None:
     with opened(f"sqlite:///{file}", check_seconds=0.1) as store:
         store.run_now(add("before"))
-        with held_by_another(file):
+        with locked(f"sqlite:///{file}", "revisions"):
             assert "locked" in str(fails(store, StoreLocked))
             # Reading goes on, and a problem of writing stays a problem.
             assert store.run_now(names, write=False) == ["before"]
             assert store.status().state == "locked"
         comes_back(store)
         assert store.run_now(names) == ["afterwards", "before"]
-
-
-def test_a_store_that_is_locked_at_the_start_is_opened_later(file: Path) -> None:
-    with opened(f"sqlite:///{file}"):
-        pass
-    with held_by_another(file), opened(f"sqlite:///{file}", check_seconds=0.1) as store:
-        assert store.status().state == "locked"
-        assert store.run_now(names, write=False) == []
 
 
 FULL = """
@@ -210,16 +182,6 @@ def test_a_file_that_takes_the_place_of_the_store_is_opened(file: Path, tmp_path
         assert store.run_now(names) == ["kept aside"]
 
 
-def test_an_empty_file_in_its_place_is_no_store(file: Path) -> None:
-    with opened(f"sqlite:///{file}", check_seconds=0.1) as store:
-        fresh = file.with_name("fresh")
-        fresh.touch()
-        fresh.replace(file)
-        wait_until(lambda: store.status().state == "gone", store)
-        fails(store, StoreGone)
-        assert file.stat().st_size == 0
-
-
 @pytest.mark.parametrize(
     "content", [b"no database at all" * 100, b"SQLite format 3\0" + b"x" * 999]
 )
@@ -230,38 +192,6 @@ def test_a_damaged_file_is_told_and_left_as_it_is(file: Path, content: bytes) ->
     assert file.read_bytes() == content
 
 
-def test_damage_in_the_middle_is_told(file: Path) -> None:
-    with opened(f"sqlite:///{file}") as store:
-        for number in range(100):
-            store.run_now(add(f"{number:03}" + "x" * 1000))
-    content = bytearray(file.read_bytes())
-    # The tables of the beginning stay whole; the rows' pages do not.
-    content[len(content) // 2 :] = b"\xff" * (len(content) - len(content) // 2)
-    file.write_bytes(content)
-    with opened(f"sqlite:///{file}") as store:
-        with pytest.raises(StoreCorrupt):
-            store.run_now(names, write=False)
-        assert store.status().state == "corrupt"
-
-
-@pytest.mark.parametrize("place", ["folder", "below a file"])
-def test_a_path_that_leads_nowhere_is_told(tmp_path: Path, place: str) -> None:
-    (tmp_path / "file").touch()
-    path = tmp_path if place == "folder" else tmp_path / "file" / "gateway.db"
-    with opened(f"sqlite:///{path}") as store:
-        assert "folder" in fails(store, StoreUnavailable).remedy
-
-
-def test_a_foreign_database_of_the_same_name_keeps_its_tables(file: Path) -> None:
-    with contextlib.closing(sqlite3.connect(file)) as connection:
-        connection.execute("CREATE TABLE usage (theirs)")
-    with opened(f"sqlite:///{file}") as store:
-        assert not store.status().up
-    with contextlib.closing(sqlite3.connect(file)) as connection:
-        tables = connection.execute("SELECT name FROM sqlite_master").fetchall()
-    assert tables == [("usage",)]
-
-
 # A PostgreSQL server.
 
 
@@ -269,19 +199,6 @@ def test_a_foreign_database_of_the_same_name_keeps_its_tables(file: Path) -> Non
 def own_postgres() -> Iterator[PostgresServer]:
     with running_postgres() as server:
         yield server
-
-
-@pytest.mark.slow
-@needs_postgres
-def test_a_server_that_is_not_there_is_told_and_found_when_it_comes(
-    own_postgres: PostgresServer,
-) -> None:
-    url = own_postgres.new_database()
-    own_postgres.stop()
-    with opened(url) as store:
-        assert "see that the server runs" in fails(store, StoreUnavailable).remedy
-        own_postgres.start()
-        comes_back(store)
 
 
 @pytest.mark.slow
@@ -306,8 +223,7 @@ def test_a_server_that_is_halted_costs_its_callers_a_bounded_time(
 ) -> None:
     with opened(own_postgres.new_database()) as store:
         store.run_now(add("before"))
-        own_postgres.halt()
-        try:
+        with own_postgres.halted():
             began = time.monotonic()
             with pytest.raises(StoreUnavailable, match="has not answered for"):
                 store.run_now(add("unanswered"), seconds=1.0)
@@ -317,29 +233,12 @@ def test_a_server_that_is_halted_costs_its_callers_a_bounded_time(
                     store.run_now(add("refused"), seconds=1.0)
             assert time.monotonic() - began < LIMIT
             wait_until(lambda: not store.status().up, store)
-        finally:
-            own_postgres.go_on()
         comes_back(store)
         assert set(store.run_now(names)) <= {"afterwards", "before", "unanswered"}
-
-
-@pytest.mark.slow
-@needs_postgres
-def test_a_store_on_a_halted_server_is_left_within_its_time(own_postgres: PostgresServer) -> None:
-    with opened(own_postgres.new_database()) as store:
-        own_postgres.halt()
-        try:
-            with pytest.raises(StoreUnavailable):
-                store.run_now(add("unanswered"), seconds=0.5)
+        with own_postgres.halted():
             began = time.monotonic()
             store.close(1.0)
             assert time.monotonic() - began < LIMIT / 2
-        finally:
-            own_postgres.go_on()
-
-
-def execute(server: PostgresServer, url: str, statement: str) -> None:
-    server.execute(statement, url.rpartition("/")[2])
 
 
 def test_a_database_that_takes_no_writes_is_told(postgres: PostgresServer) -> None:
@@ -351,32 +250,6 @@ def test_a_database_that_takes_no_writes_is_told(postgres: PostgresServer) -> No
     with opened(url, check_seconds=0.1) as store:
         assert "standby" in fails(store, StoreReadOnly).remedy
         assert store.run_now(names, write=False) == ["before"]
-
-
-def test_a_role_without_rights_is_told(postgres: PostgresServer) -> None:
-    url = postgres.new_database()
-    with opened(url):
-        pass
-    execute(postgres, url, "DROP ROLE IF EXISTS reader")
-    execute(postgres, url, "CREATE ROLE reader LOGIN")
-    try:
-        with opened(url.replace("gateway:", "reader:")) as store:
-            assert "grant" in fails(store, StoreReadOnly).remedy
-    finally:
-        execute(postgres, url, "DROP ROLE reader")
-
-
-def test_a_lock_of_another_session_is_told(postgres: PostgresServer) -> None:
-    import psycopg
-
-    url = postgres.new_database()
-    with opened(url, check_seconds=0.1) as store:
-        with psycopg.connect(url) as other:
-            # With the level: the thread writes it to see whether the store can be written again.
-            other.execute("LOCK TABLE revisions, store_levels IN EXCLUSIVE MODE")
-            fails(store, StoreLocked)
-            other.rollback()
-        comes_back(store)
 
 
 @pytest.mark.slow
@@ -423,22 +296,15 @@ def _vanish(descriptor: int) -> None:
             os.dup2(closed.fileno(), descriptor)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "remedy"),
-    [("/nothing", "the database in store.url"), ("nobody@", "correct the role")],
-)
-def test_a_wrong_name_is_told_with_the_remedy(
-    postgres: PostgresServer, wrong: str, remedy: str
-) -> None:
-    url = postgres.url()
-    if wrong.startswith("/"):
-        url = url.rpartition("/")[0] + wrong
-    else:
-        url = url.replace("gateway:", "nobody:")
-    with opened(url) as store:
-        error = fails(store, StoreUnavailable)
-    assert remedy in error.remedy
-    assert "secret-of-tests" not in str(error)
+def test_a_wrong_name_is_told_with_the_remedy(postgres: PostgresServer) -> None:
+    for wrong, remedy in (
+        (postgres.url("nothing"), "the database in store.url"),
+        (postgres.url().replace("gateway:", "nobody:"), "correct the role"),
+    ):
+        with opened(wrong) as store:
+            error = fails(store, StoreUnavailable)
+        assert remedy in error.remedy
+        assert "secret-of-tests" not in str(error)
 
 
 def test_a_session_that_the_server_ends_is_opened_anew(postgres: PostgresServer) -> None:

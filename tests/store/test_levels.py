@@ -9,25 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, MetaData, Table, inspect, select, text, update
+from sqlalchemy import Connection, MetaData, Table, inspect, select, text
 from sqlalchemy.engine.interfaces import ReflectedIndex
 from sqlalchemy.sql.sqltypes import Boolean, Float, Integer
 
 from gateway.store.database import connect, disconnect, locate_store
 from gateway.store.failures import StoreTooNew
 from gateway.store.schema import SCHEMA_LEVEL, levels, metadata
-from tests.postgres import PostgresServer
 from tests.store.levels import NEXT, RELEASED, later_program, make_released_store
 from tests.store.stores import LIMIT, add, count, opened
-
-
-@pytest.fixture
-def other_store_url(store_url: str, request: pytest.FixtureRequest) -> str:
-    """Return the URL of another new store of the same kind."""
-    if store_url.startswith("sqlite"):
-        return f"{store_url}.other"
-    server: PostgresServer = request.getfixturevalue("postgres")
-    return server.new_database()
 
 
 def described(connection: Connection) -> dict[str, Any]:
@@ -75,31 +65,17 @@ def a_row(table: Table, word: str) -> Mapping[str, Any]:
     }
 
 
-def test_a_new_store_has_the_tables_its_level_and_who_made_it(store_url: str) -> None:
-    with opened(store_url) as store:
-        row = store.run_now(lambda connection: connection.execute(levels.select()).one())
-        assert (row.level, row.needed_level) == (SCHEMA_LEVEL, 1)
-        assert row.program
-        assert store.status().level == SCHEMA_LEVEL
-        assert store.run_now(described).keys() == metadata.tables.keys()
-
-
 def test_a_released_store_gets_the_tables_of_a_new_one(
-    store_url: str, other_store_url: str
+    store_url: str, request: pytest.FixtureRequest
 ) -> None:
     make_released_store(store_url)
-    with opened(store_url) as old, opened(other_store_url) as new:
-        assert old.status().level == SCHEMA_LEVEL
+    other_url = f"{store_url}.other"
+    if store_url.startswith("postgresql"):
+        other_url = request.getfixturevalue("postgres").new_database()
+    with opened(store_url) as old, opened(other_url) as new:
+        assert old.status().level == new.status().level == SCHEMA_LEVEL
         assert old.run_now(described) == new.run_now(described)
-
-
-def test_a_store_of_this_level_is_opened_untouched(store_url: str) -> None:
-    marked = update(levels).values(program="the one that made it")
-    with opened(store_url) as store:
-        store.run_now(lambda connection: connection.execute(marked))
-    with opened(store_url) as store:
-        row = store.run_now(lambda connection: connection.execute(levels.select()).one())
-    assert row.program == "the one that made it"
+        assert new.run_now(described).keys() == metadata.tables.keys()
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -161,22 +137,6 @@ def note(connection: Connection) -> None:
     connection.execute(text("INSERT INTO revisions (name, number, note) VALUES ('n', 1, 'x')"))
 
 
-def test_an_old_program_goes_on_with_a_store_that_a_new_one_has_expanded(store_url: str) -> None:
-    newer = later_program()
-    with opened(store_url, check_seconds=0.1) as old:
-        old.run_now(add("old, before"))
-        with opened(store_url, program=newer) as new:
-            assert new.status().level == NEXT
-            new.run_now(note)
-            old.run_now(add("old, after"))
-            assert (old.run_now(count), new.run_now(count)) == (3, 3)
-            assert (old.status().state, old.status().level) == ("up", NEXT)
-        # And an old one that starts now, such as one that is put back.
-        with opened(store_url) as again:
-            again.run_now(add("old, again"))
-            assert again.status().level == NEXT
-
-
 def test_a_program_refuses_a_store_that_a_later_one_has_contracted(store_url: str) -> None:
     newer = later_program(needed=NEXT)
     with opened(store_url, check_seconds=0.1) as old:
@@ -210,7 +170,6 @@ WORKER = """
 import itertools, sys
 from pathlib import Path
 from gateway.store.database import THIS_PROGRAM, locate_store
-from gateway.store.database import connect, disconnect, locate_store
 from gateway.store.failures import StoreError
 from gateway.store.store import Store
 from tests.store.levels import NEXT, later_program

@@ -14,7 +14,6 @@ from sqlalchemy.exc import IntegrityError
 from gateway.store.database import locate_store
 from gateway.store.failures import StoreUnavailable
 from gateway.store.store import LONGEST_PAUSE, Store, StoreWorker
-from tests.postgres import PostgresServer
 from tests.store.stores import LIMIT, add, count, names, opened, wait_until
 from tests.virtual import in_virtual_time, now
 
@@ -35,20 +34,16 @@ def add_and_fail(connection: Connection) -> None:
     raise LookupError("the job's own")
 
 
-async def test_a_job_runs_off_the_event_loop_and_its_result_comes_back(store_url: str) -> None:
-    with opened(store_url) as store:
-        thread = await store.run(lambda _: threading.current_thread().name)
-        assert thread == "store"
-        assert await store.run(names, write=False) == []
-
-
-async def test_a_job_is_done_wholly_or_not_at_all(store_url: str) -> None:
+async def test_a_job_is_done_wholly_or_not_at_all_and_its_error_is_its_own(store_url: str) -> None:
     with opened(store_url) as store:
         with pytest.raises(LookupError, match="the job's own"):
             await store.run(add_and_fail)
         await store.run(add("whole"))
+        with pytest.raises(IntegrityError):
+            await store.run(add("whole"))
         assert await store.run(names) == ["whole"]
         assert store.status().up
+        assert "secret-of-tests" not in str(store.status())
 
 
 async def test_a_store_notices_what_others_commit_and_not_its_own(tmp_path: Path) -> None:
@@ -65,21 +60,6 @@ async def changes_after_a_look(store: Store) -> int:
     """The number of changes when the store has looked once more."""
     await store.run(lambda _: time.sleep(0.02))  # longer than the time between two looks
     return await store.run(lambda _: store.changes)
-
-
-async def test_a_store_that_does_not_tell_may_always_have_changed(postgres: PostgresServer) -> None:
-    with opened(postgres.new_database(), look_seconds=0.01) as store:
-        before = store.changes
-        wait_until(lambda: store.changes > before + 2, store)
-
-
-async def test_a_jobs_own_error_leaves_the_store_open(store_url: str) -> None:
-    with opened(store_url) as store:
-        await store.run(add("twice"))
-        with pytest.raises(IntegrityError):
-            await store.run(add("twice"))
-        status = store.status()
-    assert (status.state, status.error) == ("up", None)
 
 
 async def test_a_job_that_only_reads_sees_one_state_of_the_store(store_url: str) -> None:
@@ -164,19 +144,6 @@ async def test_a_statement_that_takes_too_long_is_cut_and_the_store_is_opened_ag
         assert await store.run(names) == ["after"]
 
 
-async def test_a_job_may_take_longer_if_its_caller_says_so(store_url: str) -> None:
-    with opened(store_url) as store:
-        timeout = await store.run(statement_timeout, seconds=60.0)
-        assert timeout in {None, "1min"}
-        assert await store.run(statement_timeout) in {None, "10s"}
-
-
-def statement_timeout(connection: Connection) -> str | None:
-    if connection.dialect.name == "sqlite":
-        return None
-    return str(connection.execute(text("SHOW statement_timeout")).scalar())
-
-
 async def test_closing_does_what_waits(store_url: str) -> None:
     with opened(store_url) as store:
         jobs = [asyncio.create_task(store.run(add(str(number)))) for number in range(50)]
@@ -205,15 +172,6 @@ def test_closing_takes_no_longer_than_it_may(tmp_path: Path) -> None:
         block.go_on.set()
         thread.join(LIMIT)
     assert store.close(LIMIT)
-
-
-def test_the_status_tells_since_when_and_nothing_secret(store_url: str) -> None:
-    began = time.time()
-    with opened(store_url) as store:
-        status = store.status()
-    assert began <= status.since <= time.time()
-    assert "secret-of-tests" not in str(status)
-    assert (status.state, status.error, status.remedy, status.waiting) == ("up", None, None, 0)
 
 
 class Passes:
@@ -269,25 +227,6 @@ async def test_a_store_that_is_away_is_told_of_once_and_tried_at_growing_distanc
         passes.is_away = True
         await asyncio.sleep(1.0)
     assert passes.told == ["gone; wait"] * 2
-
-
-@in_virtual_time
-async def test_work_of_long_periods_keeps_them_while_the_store_is_away() -> None:
-    passes = Passes(60.0)
-    passes.is_away = True
-    async with passes.running():
-        await asyncio.sleep(200.0)
-    assert passes.began == [60.0, 120.0, 180.0]
-
-
-@in_virtual_time
-async def test_a_worker_that_is_woken_begins_its_pass_at_once() -> None:
-    passes = Passes(10.0)
-    async with passes.running():
-        await asyncio.sleep(3.0)
-        passes.worker.wake()
-        await asyncio.sleep(11.0)
-    assert passes.began == [3.0, 13.0]
 
 
 @in_virtual_time

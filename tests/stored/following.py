@@ -17,10 +17,8 @@ from gateway.stored.response_log import TERMINAL_TYPES, split_events
 class Follower:
     """What a client has had of a response: each event must be the next one."""
 
-    path: str = ""
-    """`/v1/responses/ID`, or empty as long as the response is not created."""
-    body: dict[str, Any] = field(default_factory=dict)
-    """The request that creates it."""
+    path: str
+    """`/v1/responses/ID`."""
     events: list[dict[str, Any]] = field(default_factory=list)
     data: bytes = b""
     """The events as they came, without comments."""
@@ -46,12 +44,9 @@ class Follower:
 
     async def follow(self, client: httpx.AsyncClient, until_event: int | None = None) -> int:
         """Follow until the stream breaks or ends, or until this event; returns the status."""
-        if self.path:
-            after = {"starting_after": len(self.events) - 1} if self.events else {}
-            asked = client.stream("GET", self.path, params={"stream": "true", **after})
-        else:
-            asked = client.stream("POST", "/v1/responses", json=self.body)
-        async with asked as reply:
+        asked: dict[str, Any] = {"stream": "true"}
+        asked |= {"starting_after": len(self.events) - 1} if self.events else {}
+        async with client.stream("GET", self.path, params=asked) as reply:
             rest = b""
             if reply.status_code != 200:
                 return reply.status_code
@@ -69,6 +64,5 @@ class Follower:
             return  # a heartbeat
         value = msgspec.json.decode(lines[1].removeprefix(b"data: "))
         assert value["sequence_number"] == len(self.events)
-        self.path = self.path or f"/v1/responses/{value['response']['id']}"
         self.events.append(value)
         self.data += b"\n".join(lines) + b"\n\n"

@@ -1,8 +1,8 @@
 """`python -m tests.stored.kills`: a batch over a gateway that is killed again and again.
 
-A real gateway serves emulated nodes that count what they run. A batch is uploaded and created over
-HTTP with a key. Every few seconds the gateway is killed (SIGKILL) and started again on its store
-and folder; a PostgreSQL server is restarted twice besides. At the end
+A real gateway serves emulated nodes that count what they run. Every few seconds it is killed
+(SIGKILL) and started again on its store and folder; a PostgreSQL server is restarted twice besides.
+At the end
 
 - every `custom_id` is in the output or the error file, once, with the text that a node makes of its
   own prompt;
@@ -31,13 +31,13 @@ from typing import Any
 import httpx
 import yaml
 
-from gateway.callers.keys import new_key
 from gateway.local.server import claim_port, claimed_port
 from tests.callers.kills import HOST, LIMIT, Site, rows_of
 from tests.emulator import EmulatedNode
 from tests.emulator.request_body import expected_chat_text
 from tests.gateways import NO_TLS, until
 from tests.postgres import PostgresServer, running_postgres
+from tests.stored.batch_gateway import HEADERS, key
 
 CHAT = "/v1/chat/completions"
 NODES = 3
@@ -46,7 +46,6 @@ PREFIXES = 20
 """Beginnings that prompts have in common."""
 BROKEN_EVERY = 100
 """One line in so many can't be answered: its result is an error of the node."""
-POLL_SECONDS = 0.5
 WEEK = 7 * 86_400.0  # the run itself ends before
 ENDED = frozenset({"completed", "failed", "cancelled", "expired"})
 
@@ -69,11 +68,6 @@ class Findings:
     executions: int = 0
     """Requests that the nodes have begun, those of lost runs included."""
     wrong: list[str] = field(default_factory=list)
-
-    @property
-    def failed(self) -> bool:
-        """Whether anything is not as it must be."""
-        return bool(self.status != "completed" or self.missing or self.doubles or self.wrong)
 
 
 def messages_of(number: int) -> list[dict[str, str]]:
@@ -116,32 +110,38 @@ async def a_site(
                 await site.stop()
 
 
-class Caller:
-    """Creates a batch and follows it, whatever becomes of the gateway."""
+@dataclass(slots=True)
+class Run:
+    """One batch, and what happens to the gateway meanwhile."""
 
-    def __init__(self, site: Site, http: httpx.AsyncClient) -> None:
-        self._site = site
-        self._http = http
+    site: Site
+    http: httpx.AsyncClient
+    found: Findings
+    server: PostgresServer | None
+    batch: dict[str, Any] = field(default_factory=dict)
+    """As last seen."""
+    restart: asyncio.Task[None] | None = None
+    """The last one, which goes on when the batch has ended meanwhile."""
 
     async def ask(self, method: str, path: str, **options: Any) -> httpx.Response:
         """Send a request, again and again if it breaks or is refused for a while."""
         async with asyncio.timeout(LIMIT):
             while True:
-                await self._site.up.wait()
+                await self.site.up.wait()
                 with contextlib.suppress(httpx.HTTPError):
-                    response = await self._http.request(method, path, **options)
+                    response = await self.http.request(method, path, **options)
                     if response.status_code < 500 and response.status_code != 429:
                         assert response.status_code == 200, response.text
                         return response
                 await asyncio.sleep(0.1)
 
-    async def create(self, lines: list[dict[str, Any]]) -> str:
+    async def create(self) -> str:
         """Upload the input and create the batch; its id."""
-        content = "".join(f"{json.dumps(line)}\n" for line in lines)
+        lines = (a_line(number) for number in range(1, self.found.lines + 1))
+        content = "".join(f"{json.dumps(line)}\n" for line in lines).encode()
         uploaded = await self.ask(
-            "POST", "/v1/files", data={"purpose": "batch"},
-            files={"file": ("in.jsonl", content.encode())},
-        )  # fmt: skip
+            "POST", "/v1/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", content)}
+        )
         request = {
             "input_file_id": uploaded.json()["id"], "endpoint": CHAT, "completion_window": "24h",
         }  # fmt: skip
@@ -149,41 +149,24 @@ class Caller:
         created = await self.ask("POST", "/v1/batches", json=request, headers=headers)
         return str(created.json()["id"])
 
-    async def content(self, file: str | None) -> list[dict[str, Any]]:
-        """The lines of a file; None: there is none."""
-        if file is None:
+    async def content(self, name: str) -> list[dict[str, Any]]:
+        """The lines of a file of the batch."""
+        if self.batch.get(name) is None:
             return []
-        response = await self.ask("GET", f"/v1/files/{file}/content")
+        response = await self.ask("GET", f"/v1/files/{self.batch[name]}/content")
         return [json.loads(line) for line in response.text.split("\n") if line]
 
-
-@dataclass(slots=True)
-class Run:
-    """One batch, and what happens to the gateway meanwhile."""
-
-    site: Site
-    caller: Caller
-    lines: int
-    kill_every: float
-    server: PostgresServer | None
-    found: Findings
-    batch: dict[str, Any] = field(default_factory=dict)
-    """As last seen."""
-    restart: asyncio.Task[None] | None = None
-    """The last one, which goes on when the batch has ended meanwhile."""
-
-    async def play(self, seconds: float) -> None:
+    async def play(self, kill_every: float, seconds: float) -> None:
         """Create the batch, and kill the gateway until the batch has ended."""
-        id_ = await self.caller.create([a_line(n) for n in range(1, self.lines + 1)])
+        id_ = await self.create()
         began = time.monotonic()
-        troubles = [asyncio.create_task(self._kill()), asyncio.create_task(self._restart_store())]
+        troubles = [asyncio.create_task(one) for one in (self._kill(kill_every), self._restart())]
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     while self.batch.get("status") not in ENDED:
-                        await asyncio.sleep(POLL_SECONDS)
-                        response = await self.caller.ask("GET", f"/v1/batches/{id_}")
-                        self.batch = response.json()
+                        await asyncio.sleep(0.5)
+                        self.batch = (await self.ask("GET", f"/v1/batches/{id_}")).json()
         finally:
             self.found.seconds = round(time.monotonic() - began, 1)
             for task in troubles:
@@ -196,23 +179,24 @@ class Run:
             if isinstance(end, Exception):
                 raise end
 
-    async def _kill(self) -> None:
+    async def _kill(self, every: float) -> None:
+        async def kill() -> None:
+            await self.site.kill()
+            self.found.kills += 1
+            await self.site.start()
+
         while True:
-            await asyncio.sleep(self.kill_every)
-            self.restart = asyncio.create_task(self._restart())
+            await asyncio.sleep(every)
+            self.restart = asyncio.create_task(kill())
             await asyncio.shield(self.restart)
 
     async def _restart(self) -> None:
-        await self.site.kill()
-        self.found.kills += 1
-        await self.site.start()
-
-    async def _restart_store(self) -> None:
         """Restart PostgreSQL when a third of the lines have ended, and two thirds."""
         if self.server is None:
             return
+        lines = self.found.lines
         for third in (1, 2):
-            await until(lambda share=third / 3: self._ended_lines() >= self.lines * share, WEEK)
+            await until(lambda share=third / 3: self._ended_lines() >= lines * share, WEEK)
             await asyncio.to_thread(self.server.stop)
             await asyncio.sleep(1.0)
             await asyncio.to_thread(self.server.start)
@@ -226,66 +210,49 @@ class Run:
         """Compare the files with the input, the batch and the ledger."""
         found, batch = self.found, self.batch
         found.status = str(batch.get("status"))
-        output = await self.caller.content(batch.get("output_file_id"))
-        errors = await self.caller.content(batch.get("error_file_id"))
+        output, errors = await self.content("output_file_id"), await self.content("error_file_id")
         found.output, found.errors = len(output), len(errors)
         seen = Counter(line["custom_id"] for line in (*output, *errors))
-        wanted = {f"line {number}" for number in range(1, self.lines + 1)}
+        wanted = {f"line {number}" for number in range(1, found.lines + 1)}
         found.missing = len(wanted - set(seen))
         found.doubles = sum(count - 1 for count in seen.values())
         if unknown := set(seen) - wanted:
             found.wrong.append(f"unknown lines: {sorted(unknown)[:3]}")
-        counts = {"total": self.lines, "completed": len(output), "failed": len(errors)}
+        counts = {"total": found.lines, "completed": len(output), "failed": len(errors)}
         if batch.get("request_counts") != counts:
             found.wrong.append(f"request_counts: {batch.get('request_counts')}, not {counts}")
         rows, left_open = await asyncio.to_thread(rows_of, self.site.store_url)
         found.ledger_rows = len(rows)
         if left_open:
             found.wrong.append(f"{left_open} requests are open still")
-        self._compare_lines(output, errors, {row["id"]: row for row in rows})
-
-    def _compare_lines(
-        self,
-        output: list[dict[str, Any]],
-        errors: list[dict[str, Any]],
-        ledger: dict[str, dict[str, Any]],
-    ) -> None:
-        wrong = self.found.wrong
+        ledger = {row["id"]: row for row in rows}
         tokens = [0, 0]
         for line in output:
-            number = int(line["custom_id"].removeprefix("line "))
-            body, row = line["response"]["body"], ledger.pop(line["id"], None)
-            used = body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"]
+            used = self._compare_line(line, ledger.pop(line["id"], None))
             tokens = [tokens[0] + used[0], tokens[1] + used[1]]
-            text = body["choices"][0]["message"]["content"]
-            if text != expected_chat_text(messages_of(number), used[1]):
-                wrong.append(f"{line['custom_id']}: not the answer to its prompt")
-            if row is None:
-                wrong.append(f"{line['custom_id']}: no row in the ledger")
-            elif (row["prompt_tokens"], row["completion_tokens"]) != used:
-                wrong.append(f"{line['custom_id']}: the ledger has other tokens than {used}")
         for line in errors:
             status = (line["response"] or {}).get("status_code")
             if status != 400:
-                wrong.append(f"{line['custom_id']}: {status} {line['error']}")
+                found.wrong.append(f"{line['custom_id']}: {status} {line['error']}")
             ledger.pop(line["id"], None)
         if ledger:
-            wrong.append(f"{len(ledger)} rows of the ledger are of no line: {sorted(ledger)[:3]}")
-        usage = self.batch.get("usage") or {}
+            found.wrong.append(f"rows of the ledger are of no line: {sorted(ledger)[:3]}")
+        usage = batch.get("usage") or {}
         if [usage.get("input_tokens"), usage.get("output_tokens")] != tokens:
-            wrong.append(f"usage of the batch: {usage}, not {tokens}")
+            found.wrong.append(f"usage of the batch: {usage}, not {tokens}")
 
-
-@contextlib.asynccontextmanager
-async def emulated_nodes(decode_tps: float) -> AsyncIterator[list[EmulatedNode]]:
-    """Nodes that answer fast."""
-    async with contextlib.AsyncExitStack() as stack:
-        yield [
-            await stack.enter_async_context(
-                EmulatedNode(slots=SLOTS, decode_tps=decode_tps, answer_tokens=500)
-            )
-            for _ in range(NODES)
-        ]
+    def _compare_line(self, line: dict[str, Any], row: dict[str, Any] | None) -> tuple[int, int]:
+        """Compare a line of the output with its prompt and its row; returns its tokens."""
+        body, name, wrong = line["response"]["body"], line["custom_id"], self.found.wrong
+        used = body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"]
+        prompt = messages_of(int(name.removeprefix("line ")))
+        if body["choices"][0]["message"]["content"] != expected_chat_text(prompt, used[1]):
+            wrong.append(f"{name}: not the answer to its prompt")
+        if row is None:
+            wrong.append(f"{name}: no row in the ledger")
+        elif (row["prompt_tokens"], row["completion_tokens"]) != used:
+            wrong.append(f"{name}: the ledger has other tokens than {used}")
+        return used
 
 
 async def run_once(
@@ -299,22 +266,27 @@ async def run_once(
 ) -> Findings:
     """One run on an empty store; `server`: the PostgreSQL server that is to be restarted."""
     found = Findings("sqlite" if server is None else "postgresql", lines)
-    key = new_key("batches")
-    limits = {"rpm": 10_000_000, "tpm": 1_000_000_000}
-    settings = {"keys": [{"id": key.id, "sha256": key.sha256, "limits": limits}]}
-    headers = {"Authorization": f"Bearer {key.text}"}
-    with tempfile.TemporaryDirectory() as folder:
-        async with emulated_nodes(decode_tps) as nodes:
-            async with a_site(Path(folder), nodes, store_url, settings, headers) as (site, http):
-                await site.start()
-                run = Run(site, Caller(site, http), lines, kill_every, server, found)
-                try:
-                    await run.play(seconds)
-                    await run.compare()
-                except BaseException:
-                    print(site.log(), file=sys.stderr)
-                    raise
-            found.executions = sum(one.requests for one in nodes)
+    settings = {"keys": [key(limits={"rpm": 10_000_000, "tpm": 1_000_000_000})]}
+    async with contextlib.AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        nodes = [
+            EmulatedNode(slots=SLOTS, decode_tps=decode_tps, answer_tokens=500)
+            for _ in range(NODES)
+        ]
+        for node in nodes:
+            await stack.enter_async_context(node)
+        site, http = await stack.enter_async_context(
+            a_site(folder, nodes, store_url, settings, HEADERS)
+        )
+        await site.start()
+        run = Run(site, http, found, server)
+        try:
+            await run.play(kill_every, seconds)
+            await run.compare()
+        except BaseException:
+            print(site.log(), file=sys.stderr)
+            raise
+        found.executions = sum(one.requests for one in nodes)
     return found
 
 
@@ -337,16 +309,11 @@ def main() -> int:
     parser.add_argument("--kill-every", type=float, default=20.0, help="seconds")
     parser.add_argument("--seconds", type=float, default=600.0, help="for the whole batch")
     parser.add_argument("--decode-tps", type=float, default=100.0, help="of each slot")
-    options = parser.parse_args()
-    with a_store(options.store) as (url, server):
-        found = asyncio.run(
-            run_once(
-                url, lines=options.lines, kill_every=options.kill_every, seconds=options.seconds,
-                server=server, decode_tps=options.decode_tps,
-            )
-        )  # fmt: skip
+    given = vars(parser.parse_args())
+    with a_store(given.pop("store")) as (url, server):
+        found = asyncio.run(run_once(url, server=server, **given))
     print(json.dumps(asdict(found) | {"wrong": found.wrong[:10]}, indent=1))
-    return 1 if found.failed else 0
+    return int(found.status != "completed" or bool(found.missing or found.doubles or found.wrong))
 
 
 if __name__ == "__main__":

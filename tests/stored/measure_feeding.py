@@ -92,12 +92,6 @@ def lines(number: int, groups: int = 0, words: int = 0) -> list[dict[str, Any]]:
     return found
 
 
-async def busy_slots(nodes: list[EmulatedNode], client: httpx.AsyncClient) -> int:
-    """From their `/slots`."""
-    answers = [await client.get(f"{node.url}/slots") for node in nodes]
-    return sum(slot["is_processing"] for answer in answers for slot in answer.json())
-
-
 async def sampled(
     running: Running, nodes: list[EmulatedNode], samples: list[tuple[float, int, int]]
 ) -> None:
@@ -106,7 +100,7 @@ async def sampled(
     assert feeder is not None
     while True:
         left = feeder.claimed + sum(feeder.counts.waiting.values())
-        samples.append((now(), await busy_slots(nodes, running.client), left))
+        samples.append((now(), sum(node.slots.busy for node in nodes), left))
         await asyncio.sleep(SAMPLE_SECONDS)
 
 
@@ -115,27 +109,16 @@ async def run_batch(running: Running, items: list[dict[str, Any]]) -> dict[str, 
     return await ended(running, await submit(running, items), 86_400.0)
 
 
-async def chat(client: httpx.AsyncClient, number: int, words: int) -> float:
-    """Seconds until the first content of a chat."""
-    text = f"chat {number}: say something" + " more" * words
-    body = {"messages": [{"role": "user", "content": text}], "temperature": 0}
-    return await time_to_first_token(client, body, HEADERS)
+async def chats_of(client: httpx.AsyncClient, words: int, number: int) -> list[float]:
+    """Seconds until the first content of so many chats, which come whether or not others ended."""
 
+    async def one(number: int) -> float:
+        await asyncio.sleep(number * INTERVAL)
+        text = f"chat {number}: say something" + " more" * words
+        body = {"messages": [{"role": "user", "content": text}], "temperature": 0}
+        return await time_to_first_token(client, body, HEADERS)
 
-async def chats_of(client: httpx.AsyncClient, words: int, numbers: range) -> list[float]:
-    """The same of so many chats, which come at their times, whether or not others have ended."""
-
-    async def one(number: int, after: float) -> float:
-        await asyncio.sleep(after)
-        return await chat(client, number, words)
-
-    began = enumerate(numbers)
-    return await asyncio.gather(*(one(number, index * INTERVAL) for index, number in began))
-
-
-def told(seconds: list[float]) -> str:
-    p95 = quantiles(seconds, n=20)[-1]
-    return f"p50 {median(seconds):.3f} s, p95 {p95:.3f} s, longest {max(seconds):.3f} s"
+    return await asyncio.gather(*(one(index) for index in range(number)))
 
 
 async def measure_alone(site: Site) -> None:
@@ -161,50 +144,37 @@ async def measure_alone(site: Site) -> None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Beside:
-    """What chats have seen."""
+async def chats_beside(
+    site: Site, number: int, words: int, chats: int = CHATS
+) -> tuple[list[float], float]:
+    """Chats with prompts of about so many words, beside a batch of so many lines; 0: none.
 
-    seconds: list[float]
-    """Of each, until its first token."""
-    busy: float
-    """Slots, on average."""
-    cuts: str
-
-
-async def chats_beside(site: Site, number: int, words: int, chats: int = CHATS) -> Beside:
-    """Chats with prompts of about so many words, beside a batch of so many lines; 0: none."""
+    Returns the seconds of each until its first token, and the busy slots on average.
+    """
     async with a_fleet(site) as (running, nodes):
         samples: list[tuple[float, int, int]] = []
-        batch = None
+        tasks: list[asyncio.Task[Any]] = []
         if number:
             items = lines(number, words=site.line_words)
-            batch = asyncio.create_task(run_batch(running, items))
+            tasks.append(asyncio.create_task(run_batch(running, items)))
             await asyncio.sleep(20.0)
-        task = asyncio.create_task(sampled(running, nodes, samples))
-        found = await chats_of(running.client, words, range(chats))
-        task.cancel()
-        metrics = (await running.client.get(f"{running.admin_url}/metrics")).text
-        cuts = next(
-            line.split()[1]
-            for line in metrics.splitlines()
-            if line.startswith("llama_gateway_yielded_slots_total ")
-        )
-        if batch is not None:
-            batch.cancel()
-            await asyncio.gather(batch, return_exceptions=True)
-    return Beside(found, fmean(busy for _, busy, _ in samples), cuts)
+        tasks.append(asyncio.create_task(sampled(running, nodes, samples)))
+        found = await chats_of(running.client, words, chats)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return found, fmean(busy for _, busy, _ in samples)
 
 
 async def measure_beside(site: Site, words: int) -> None:
     """What chats notice."""
     p95 = []
     for name, count in (("alone", 0), ("beside the batch", LINES)):
-        seen = await chats_beside(site, count, words)
-        p95.append(quantiles(seen.seconds, n=20)[-1])
+        seconds, busy = await chats_beside(site, count, words)
+        p95.append(quantiles(seconds, n=20)[-1])
         print(
-            f"chats of {words} words {name}: time to first token {told(seen.seconds)}; "
-            f"{seen.busy:.2f} slots busy, {seen.cuts} cuts"
+            f"chats of {words} words {name}: time to first token p50 {median(seconds):.3f} s, "
+            f"p95 {p95[-1]:.3f} s, longest {max(seconds):.3f} s; {busy:.2f} slots busy"
         )
     print(f"chats of {words} words: p95 {p95[1] / p95[0]:.2f} times as long", flush=True)
 

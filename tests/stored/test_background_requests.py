@@ -8,6 +8,7 @@ import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import Connection, update
@@ -28,22 +29,19 @@ from gateway.stored.background_requests import (
 )
 from gateway.stored.claims import AskedRow, RequestKind, RequestState, StoredRow, put_back
 from gateway.stored.files import kept_by
-from gateway.stored.folder import ID_FILE, FolderError, job
+from gateway.stored.folder import ID_FILE, job
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 from tests.polling import eventually
 from tests.store.stores import opened
-from tests.stored.stored_rows import limits
+from tests.stored.stored_rows import alone, limits
 
 KIND = RequestKind.DEFERRED
 
 
 def row(number: int, owner: str = "k1") -> StoredRow:
-    return StoredRow(
-        KIND, owner, "/v1/completions", "normal", id=f"bg_{number:032x}", offset=0, length=10,
-        place=f"request-{number:032x}", created_at=float(number), keep_until=100.0,
-        folder="folder", deadline=50.0,
-    )  # fmt: skip
+    given: dict[str, Any] = {"kind": KIND, "owner": owner, "length": 10, "folder": "folder"}
+    return alone(number, **given, created_at=float(number), keep_until=100.0, deadline=50.0)
 
 
 def test_requests_are_bounded_cancelled_once_and_deleted(tmp_path: Path) -> None:
@@ -85,12 +83,6 @@ def test_a_result_is_read_as_it_was_written() -> None:
         assert decode_result(head.before(content)) == (head, content)
 
 
-@pytest.mark.parametrize("data", [b"", b"{}\n", b"no json\nx", b'{"status": 200}'])
-def test_a_damaged_result_is_told(data: bytes) -> None:
-    with pytest.raises(FolderError, match="damaged"):
-        decode_result(data)
-
-
 DEAD = "http://127.0.0.1:9"
 
 
@@ -125,24 +117,6 @@ async def test_late_requests_end_and_old_ones_are_removed_with_their_files(tmp_p
 
 
 BODY = {"messages": [{"role": "user", "content": "tell me a story"}], "max_tokens": 40}
-
-
-@pytest.mark.usefixtures("hurried")
-async def test_what_runs_when_the_gateway_ends_is_run_by_the_next_one(tmp_path: Path) -> None:
-    path, prefer = "/v1/chat/completions", {"prefer": "respond-async"}
-    async with EmulatedNode(slots=1, decode_tps=100, answer_tokens=1000) as node:
-        async with running_gateway(tmp_path, [node.url]) as running:
-            answers = [await running.client.post(path, json=BODY, headers=prefer) for _ in range(2)]
-            await until(lambda: node.busy == 1)
-        urls = [answer.headers["location"] for answer in answers]
-        async with running_gateway(tmp_path, [node.url]) as running, asyncio.timeout(60):
-            for url in urls:
-                while (found := await running.client.get(url)).status_code == 202:  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
-                assert found.status_code == 200
-                assert found.json()["usage"]["completion_tokens"] == 40
-            ledger = running.gateway.ledger
-            assert ledger is not None
 
 
 @pytest.mark.usefixtures("hurried")
@@ -208,10 +182,7 @@ async def test_requests_of_a_key_that_keeps_as_much_as_it_may_wait_until_there_i
         assert logs > 60_000
         await eventually(lambda: keeps(logs))
         refused = await api.post("/v1/responses", json=ask)
-        assert refused.status_code == 429
-        assert refused.json()["error"]["code"] == "insufficient_quota"
-        assert "batches.bytes_per_key" in refused.json()["error"]["message"]
-        assert refused.headers["x-should-retry"] == "false"
+        assert (refused.status_code, refused.headers["x-should-retry"]) == (429, "false")
         assert len(list(folder.glob("request-*"))) == 2  # Nothing is left of that one.
         assert (await api.get(f"/v1/responses/{second}")).json()["status"] == "queued"
         before = time.time()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,23 @@ import pytest
 from sqlalchemy import Connection
 from structlog.testing import capture_logs
 
+from gateway.callers.ledger import Ledger, UsageRow
 from gateway.errors import GatewayError
-from gateway.store.failures import StoreError, StoreLocked, StoreUnavailable
-from gateway.store.schema import batches, files, stored_requests
-from gateway.stored.batch_registry import CLEAN_SECONDS, UNAVAILABLE_SECONDS, input_place
+from gateway.store.failures import StoreLocked
+from gateway.store.schema import batches, files, stored_requests, usage
+from gateway.stored.background_requests import add_background
+from gateway.stored.batch_registry import CLEAN_SECONDS, NewBatch
 from gateway.stored.batch_rows import Batch
-from gateway.stored.claims import BatchState, RequestState
-from gateway.stored.folder import FolderError, FolderFull
+from gateway.stored.claims import BatchState, RequestState, put_back, release_lost
+from gateway.stored.files import (
+    kept_by,
+    read_files,
+)
+from gateway.stored.folder import ID_FILE, FolderFull, job
+from gateway.stored.line_reader import LineError
+from gateway.stored.results import broken_line, response_line, unanswered_line
 from tests.gateways import until
+from tests.store.stores import LIMIT
 from tests.stored.batch_place import (
     DAY,
     HOUR,
@@ -29,9 +38,11 @@ from tests.stored.batch_place import (
     answer,
     batch_place,
     count,
+    jsonl,
     killed,
     line,
 )
+from tests.stored.stored_rows import alone, limits
 
 
 async def test_a_deleted_batch_leaves_nothing(here: BatchPlace) -> None:
@@ -105,37 +116,6 @@ async def test_two_processes_may_read_the_same_input(store_url: str, tmp_path: P
         await check_whole(here, batch)
 
 
-async def test_a_line_s_row_has_what_the_feeder_asks_for(here: BatchPlace) -> None:
-    body = {
-        "model": "big", "max_tokens": 9,
-        "messages": [{"role": "user", "content": "word " * 500}],
-    }  # fmt: skip
-    batch = await here.create([line("a", body=body)], class_="normal", user="eve")
-    await here.settle()
-    (row,) = await here.claim()
-    assert row.id == f"batch_req_{batch.id.removeprefix('batch_')}_1"
-    assert (row.model, row.max_tokens, row.custom_id) == ("big", 9, "a")
-    assert 600 < row.prompt_tokens < 650
-    assert row.prefix > 0
-    assert (row.class_, row.user, row.deadline) == ("normal", "eve", batch.expires_at)
-    assert row.place == batch.input_file == input_place(batch)
-
-
-async def test_a_batch_cancelled_in_the_middle_gets_no_more_lines(here: BatchPlace) -> None:
-    batch = await here.create(lines())
-    reading = asyncio.create_task(here.settle())
-    while not (rows := await here.store.run(count(stored_requests), write=False)):  # noqa: ASYNC110
-        await asyncio.sleep(0)  # The store tells of no event.
-    await here.batches.cancel(batch.owner, batch.id, batch.api)
-    await reading
-    await here.settle()
-    ended = await here.find(batch)
-    assert ended.state is BatchState.CANCELLED
-    assert ended.ended_lines == ended.total >= rows
-    assert len(await here.output(batch, errors=True)) == ended.total
-    assert await here.store.run(count(stored_requests)) == ended.total
-
-
 async def test_an_input_that_is_gone_fails_the_batch(here: BatchPlace) -> None:
     batch = await here.create([line("a")])
     assert batch.input_file is not None
@@ -147,60 +127,12 @@ async def test_an_input_that_is_gone_fails_the_batch(here: BatchPlace) -> None:
     assert ended.errors[0]["code"] == "file_not_found"
 
 
-async def test_a_store_that_is_away_delays_the_intake(
-    place: BatchPlace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batch = await place.create(lines())
-    run, failures = place.store.run, iter([False, False, False, True, False, True])
-
-    async def fails_now_and_then(*arguments: object, **options: object) -> object:
-        if next(failures, False):
-            raise StoreUnavailable("it is away", "wait")
-        return await run(*arguments, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(place.store, "run", fails_now_and_then)
-    monkeypatch.setattr("gateway.stored.batch_registry.RETRY_SECONDS", 0.0)
-    for _ in range(4):
-        try:
-            await place.settle()
-        except StoreUnavailable:
-            continue
-    await check_whole(place, batch)
-
-
 async def ran(here: BatchPlace, lines: int, **more: Any) -> Batch:
     """A batch whose lines have ended, every third with an error of a node."""
     batch = await here.create([line(f"c{n}") for n in range(lines)], **more)
     await here.settle()
     await here.answer(status=lambda row: 502 if (row.number or 0) % 3 == 0 else 200)
     return await here.find(batch)
-
-
-async def test_output_files_are_files_of_their_owner(store_url: str, tmp_path: Path) -> None:
-    async with batch_place(store_url, tmp_path / "kept", keep=10 * DAY) as here:
-        batch = await ran(here, 3, output_seconds=2 * HOUR)
-        here.pass_(HOUR)
-        await here.settle()
-        ended = await here.find(batch)
-        assert ended.output_file is not None
-        file = await here.files.find("alice", ended.output_file)
-        content = here.folder.read(file.id, 0, file.bytes)
-        assert (file.purpose, file.name) == ("batch_output", f"{batch.id}_output.jsonl")
-        assert file.sha256 == hashlib.sha256(content).hexdigest()
-        # Counted from the file's own creation.
-        assert (file.created_at, file.expires_at) == (here.time[0], here.time[0] + 2 * HOUR)
-        here.pass_(2 * HOUR)
-        with pytest.raises(Exception, match="deleted, or have expired"):
-            await here.output(batch)
-
-
-async def test_results_of_message_batches_are_one_file(here: BatchPlace) -> None:
-    batch = await ran(here, 3, api="anthropic")
-    await here.settle()
-    ended = await here.find(batch)
-    assert ended.error_file is None
-    kinds = [one["result"]["type"] for one in await here.output(batch)]
-    assert kinds == ["succeeded", "succeeded", "errored"]
 
 
 async def test_of_two_processes_that_end_a_batch_one_has_its_files(
@@ -241,50 +173,6 @@ async def test_a_store_that_refuses_the_end_leaves_no_file(store_url: str, tmp_p
         assert (await here.find(batch)).state is BatchState.FINALIZING
         await here.settle()
         assert len(await here.output(batch)) == 2
-
-
-async def test_a_lost_result_is_told_as_such(here: BatchPlace) -> None:
-    batch = await ran(here, 2)
-    (results,) = here.kept("results")
-    here.folder.delete(results)
-    # Whoever reads what is recorded so far is better off to try again.
-    with pytest.raises(Exception, match="can't be used now"):
-        await here.output(batch)
-    await here.settle()
-    assert await here.output(batch) == []
-    errors = await here.output(batch, errors=True)
-    assert [one["error"]["code"] for one in errors] == ["result_lost"] * 2
-    assert [one["custom_id"] for one in errors] == ["c0", "c1"]
-
-
-async def test_a_torn_file_gives_no_torn_line(place: BatchPlace) -> None:
-    batch = await ran(place, 2)
-    (results,) = place.kept("results")
-    path = place.folder.path(results)
-    path.write_bytes(path.read_bytes()[:-5])
-    await place.settle()
-    (first,), (second,) = await place.output(batch), await place.output(batch, errors=True)
-    assert (first["custom_id"], second["error"]["code"]) == ("c0", "result_lost")
-
-
-async def test_pieces_are_bounded(place: BatchPlace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.stored.results.READ_BYTES", 500)
-    batch = await ran(place, 60)
-    found = await place.batches.open_output("alice", batch.id, "openai")
-    pieces = [piece async for piece in found.pieces]
-    await found.close()
-    assert max(map(len, pieces)) < 800
-    assert len([json.loads(one) for one in b"".join(pieces).splitlines()]) == 40
-
-
-async def test_a_disk_that_can_not_be_read_ends_nothing(place: BatchPlace) -> None:
-    batch = await ran(place, 2)
-    (results,) = place.kept("results")
-    place.folder.delete(results)
-    place.folder.path(results).mkdir()
-    with pytest.raises(FolderError):
-        await place.batches.upkeep.end(batch.id)
-    assert (await place.find(batch)).state is BatchState.FINALIZING
 
 
 async def test_what_is_old_is_removed(store_url: str, tmp_path: Path) -> None:
@@ -343,27 +231,6 @@ async def test_old_files_that_no_unfinished_batch_needs_are_removed(here: BatchP
     assert len(await here.output(ended)) == 1
 
 
-async def test_a_file_that_is_closed_while_the_rows_are_read_stays(
-    place: BatchPlace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written, old = [
-        await asyncio.to_thread(place.folder.open_appended, "results") for _ in range(2)
-    ]
-    old.close()
-    for name in place.kept("results"):
-        make_old(place, name)
-    run = place.store.run
-
-    async def run_and_close(job: Callable[[Connection], Any], **options: Any) -> Any:
-        found = await run(job, **options)
-        written.close()  # Its rows came behind those that were read.
-        return found
-
-    monkeypatch.setattr(place.store, "run", run_and_close)
-    assert await place.batches.upkeep.clean() == 1
-    assert place.kept("results") == [written.name]
-
-
 async def test_a_full_folder_pauses_the_batch_until_there_is_room(
     store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,59 +255,447 @@ async def test_a_full_folder_pauses_the_batch_until_there_is_room(
         assert (begun.state, begun.paused_at, begun.total) == (BatchState.IN_PROGRESS, None, 2)
 
 
-async def test_a_folder_that_fails_is_tried_again_now_and_then(
-    place: BatchPlace, tmp_path: Path
+BROKEN = LineError(3, 10, 5, "ä", True, "invalid_url", "It does not match.", "url")
+
+
+def read(line: bytes) -> Any:
+    """The value of a line, read as Python's clients do: by `str.splitlines`."""
+    (text,) = line.decode().splitlines()
+    assert line.endswith(b"\n")
+    return json.loads(text)
+
+
+def response(content: bytes, api: str = "openai", status: int = 200) -> Any:
+    return read(response_line("r1", "c", api, status=status, request_id="q", content=content))
+
+
+@pytest.mark.parametrize(
+    "end", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e"]
+)
+def test_no_character_divides_a_line(end: str) -> None:
+    escaped = json.dumps({"text": f"a{end}b"}).encode()
+    assert response(escaped)["response"]["body"] == {"text": f"a{end}b"}
+    raw = json.dumps({"text": f"a{end}b"}, ensure_ascii=False).encode()
+    assert response(raw)["response"]["body"] == {"text": f"a{end}b"}
+    line = response_line("r", f"a{end}b", "openai", status=200, request_id="q", content=b"{}")
+    assert read(line)["custom_id"] == f"a{end}b"
+
+
+@pytest.mark.parametrize("content", [b"", b"nothing\n", b'{"a": "\xff"}', b'{"a": 1} x', b"[1,]"])
+def test_what_is_no_json_becomes_a_text(content: bytes) -> None:
+    assert response(content)["response"]["body"] == content.decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "type_"),
+    [
+        (RequestState.EXPIRED, "batch_expired", "expired"),
+        (RequestState.CANCELLED, "batch_cancelled", "canceled"),
+        (RequestState.DONE, "result_lost", "errored"),
+    ],
+)
+def test_a_line_without_an_answer_says_why(state: RequestState, code: str, type_: str) -> None:
+    found = read(unanswered_line("r1", "c", "openai", 3, state))
+    assert found["custom_id"] == "c"
+    assert found["response"] is None
+    assert found["error"]["code"] == code
+    assert "line" in read(unanswered_line("r1", None, "openai", 3, state))["error"]
+    found = read(unanswered_line("r1", "c", "anthropic", 3, state))
+    assert (found["custom_id"], found["result"]["type"]) == ("c", type_)
+
+
+def test_anthropic_s_errors_are_nested_twice() -> None:
+    own = {"type": "error", "error": {"type": "overloaded_error", "message": "later"}}
+    found = response(json.dumps(own).encode(), "anthropic", 529)
+    assert found["custom_id"] == "c"
+    assert found["result"]["type"] == "errored"
+    assert found["result"]["error"]["error"] == own["error"]
+    assert found["result"]["error"]["request_id"] == "q"
+    broken = read(broken_line("r1", "anthropic", BROKEN))
+    assert broken["result"]["error"]["error"]["type"] == "invalid_request_error"
+    message = {"type": "message", "content": []}
+    succeeded = response(json.dumps(message).encode(), "anthropic")
+    assert succeeded["result"] == {"type": "succeeded", "message": message}
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "type_", "message"),
+    [
+        (b'{"error": {"message": "m"}}', 404, "not_found_error", "m"),
+        (b'{"error": "m"}', 400, "invalid_request_error", "m"),
+        (b"<html>", 502, "api_error", "The request failed with status 502."),
+        (b"[]", 418, "invalid_request_error", "The request failed with status 418."),
+        (b'{"error": {"message": 7}}', 429, "rate_limit_error", "The request failed with status"),
+    ],
+)
+def test_other_errors_are_told_in_anthropic_s_form(
+    content: bytes, status: int, type_: str, message: str
 ) -> None:
-    batch = await place.create([line("a")])
-    path = place.folder.path(str(batch.input_file))
-    path.rename(away := tmp_path / "away")
-    path.mkdir()
-    await place.settle()
-    paused = await place.find(batch)
-    assert (paused.state, paused.pause_reason) == (
-        BatchState.VALIDATING, "storage_unavailable",
-    )  # fmt: skip
-    path.rmdir()
-    away.rename(path)
-    await place.settle()
-    assert (await place.find(batch)).paused_at is not None
-    place.pass_(UNAVAILABLE_SECONDS)
-    await place.settle()
-    begun = await place.find(batch)
-    assert (begun.state, begun.paused_at) == (BatchState.IN_PROGRESS, None)
+    error = response(content, "anthropic", status)["result"]["error"]
+    assert error["type"] == "error"
+    assert error["error"]["type"] == type_
+    assert error["error"]["message"].startswith(message)
 
 
-async def test_work_that_fails_for_no_known_reason_is_given_up_in_the_end(
-    place: BatchPlace, monkeypatch: pytest.MonkeyPatch
+RESULTS = 2000
+RUNS = """
+import asyncio, sys
+from pathlib import Path
+from tests.stored.batch_place import answer, batch_place
+
+async def main(url, path):
+    async with batch_place(url, Path(path)) as here:
+        task = asyncio.create_task(here.results.run())
+        print("runs", flush=True)
+        while rows := await here.claim(100):
+            added = [here.results.add(r, answer(r, here.process.id)) for r in rows]
+            assert all(await asyncio.gather(*added))
+        print("done", flush=True)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+async def begun(here: BatchPlace, lines: int) -> Batch:
+    batch = await here.create([line(f"c{n}") for n in range(lines)])
+    await here.settle()
+    return batch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 700, 1500])
+async def test_a_killed_process_leaves_every_result_whole_and_once(
+    store_url: str, tmp_path: Path, rows: int
 ) -> None:
-    monkeypatch.setattr("gateway.stored.batch_registry.RETRY_SECONDS", 0.0)
-    monkeypatch.setattr("gateway.stored.batch_registry.LineReader", None)
-    batch = await place.create([line("a")])
-    await place.settle()
-    failed = await place.find(batch)
-    assert failed.state is BatchState.FAILED
-    assert failed.errors is not None
-    assert failed.errors[0]["code"] == "internal_error"
+    async with batch_place(store_url, tmp_path / "kept") as here:
+        batch = await begun(here, RESULTS)
+        await killed(here, RUNS, [store_url, str(tmp_path / "kept")], usage, rows)
+        recorded = (await here.find(batch)).completed
+        assert rows <= recorded < RESULTS
+
+        def release(connection: Connection) -> int:
+            return release_lost(connection, here.folder.id or "", here.process, here.time[0])
+
+        await here.store.run(release)
+        assert await here.answer() == RESULTS - recorded
+        await here.settle()
+        ended = await here.find(batch)
+        assert (ended.state, ended.completed) == (BatchState.COMPLETED, RESULTS)
+        found = await here.output(batch)
+        assert [one["custom_id"] for one in found] == [f"c{n}" for n in range(RESULTS)]
+        assert all(one["response"]["body"] == {"answer to": one["custom_id"]} for one in found)
+        # Paid once.
+        assert await here.store.run(count(usage)) == RESULTS
+        assert (ended.completion_tokens, ended.cost) == (3 * RESULTS, RESULTS / 2)
 
 
-async def test_a_store_that_is_away_ends_no_loop(
-    place: BatchPlace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, asked = place.store.run, 0
+async def test_a_result_that_nobody_wants_any_more_is_not_recorded(here: BatchPlace) -> None:
+    batch = await begun(here, 2)
+    task = asyncio.create_task(here.results.run())
+    first, second = await here.claim()
+    assert await here.results.add(first, answer(first, here.process.id))
+    await here.batches.cancel(batch.owner, batch.id, batch.api)
 
-    async def away(*arguments: Any, **options: Any) -> Any:
-        nonlocal asked
-        asked += 1
-        if asked < 3:
-            raise StoreUnavailable("it is away", "wait")
-        return await run(*arguments, **options)
+    def end(connection: Connection) -> None:
+        put_back(connection, here.process.id, [second.id], here.time[0])
 
-    monkeypatch.setattr(place.store, "run", away)
-    with pytest.raises(StoreError):
-        await place.batches.upkeep.round()
-    running = asyncio.create_task(place.batches.upkeep.run())
-    await until(lambda: asked >= 2)
-    place.batches.upkeep.wake()
-    await until(lambda: asked > 3)
-    assert not running.done()
+    await here.store.run(end)
+    assert not await here.results.add(second, answer(second, here.process.id))
+    task.cancel()
+    await here.settle()
+    ended = await here.find(batch)
+    assert (ended.state, ended.completed, ended.cancelled) == (BatchState.CANCELLED, 1, 1)
+    assert await here.store.run(count(usage)) == 1
+    assert len(await here.output(batch)) == 1
+
+
+class SilentLedger:
+    """A ledger that writes, and never tells that it has."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self.has_written = asyncio.Event()
+
+    async def write_with(self, job: Callable[[Connection], Sequence[UsageRow]]) -> None:
+        await self._ledger.write_with(job)
+        self.has_written.set()
+        await asyncio.Event().wait()
+
+
+async def test_what_may_have_been_recorded_is_recorded_once(here: BatchPlace) -> None:
+    batch = await begun(here, 5)
+    rows = await here.claim()
+    here.results.ledger = silent = SilentLedger(here.ledger)  # type: ignore[assignment]
+    running = asyncio.create_task(here.results.run())
+    added = [asyncio.create_task(here.results.add(r, answer(r, here.process.id))) for r in rows]
+    await silent.has_written.wait()
     running.cancel()
+    assert (await here.find(batch)).completed == 5
+    here.results.ledger = here.ledger
+    await here.results.close(LIMIT)
+    assert all(await asyncio.gather(*added))
+    found = await here.find(batch)
+    assert (found.completed, found.cost) == (5, 2.5)
+    assert await here.store.run(count(usage)) == 5
+
+
+async def test_a_folder_that_fills_in_the_middle_delays_results_and_loses_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.stored.results.RETRY_SECONDS", 0.01)
+    room = [1 << 30]
+    options = {"most_bytes": lambda: room[0]}
+    url = f"sqlite:///{tmp_path}/gateway.db"
+    async with batch_place(url, tmp_path / "kept", folder_options=options) as here:
+        batch = await begun(here, 40)
+        task, rows = asyncio.create_task(here.results.run()), await here.claim()
+        room[0] = 1
+        added = [here.results.add(row, answer(row, here.process.id)) for row in rows]
+        waiting = [asyncio.create_task(one) for one in added[:20]]
+        with capture_logs() as told:
+            await until(lambda: here.results.problem is not None)
+            assert (await here.find(batch)).pause_reason == "storage_full"
+            await here.round()
+        assert [one["event"] for one in told].count("results wait for the disk") == 1
+        assert (await here.find(batch)).pause_reason == "storage_full"
+        assert not any(one.done() for one in waiting)
+        room[0] = 1 << 30
+        assert all(await asyncio.gather(*waiting, *added[20:]))
+        # The final file finds no room.
+        room[0] = 1
+        await here.settle()
+        full = await here.find(batch)
+        assert (full.state, full.pause_reason) == (BatchState.FINALIZING, "storage_full")
+        assert here.kept("file") == [batch.input_file]
+        room[0] = 1 << 30
+        await here.settle()
+        ended = await here.find(batch)
+        assert (ended.state, ended.completed) == (BatchState.COMPLETED, 40)
+        found = await here.output(batch)
+        assert [one["custom_id"] for one in found] == [f"c{n}" for n in range(40)]
+        assert await here.store.run(count(usage)) == 40
+        task.cancel()
+
+
+async def ids(here: BatchPlace, owner: str = "alice") -> list[str]:
+    page = await here.files.storage.read(read_files, owner, here.time[0], 100)
+    return [file.id for file in page.files]
+
+
+async def refused(asked: Any) -> tuple[int, str]:
+    with pytest.raises(GatewayError) as error:
+        await asked
+    return error.value.status, error.value.code
+
+
+async def test_an_expired_file_is_gone_at_once_and_its_bytes_soon(
+    store_url: str, tmp_path: Path
+) -> None:
+    async with batch_place(store_url, tmp_path / "kept", keep=10 * DAY) as here:
+        long, short = await here.upload(), await here.upload(seconds=3600)
+        here.pass_(3600)
+        assert await ids(here) == [long]
+        assert await refused(here.files.find("alice", short)) == (404, "file_not_found")
+        assert await refused(here.files.open_content("alice", short)) == (404, "file_not_found")
+        assert len(here.kept()) == 2
+        assert await here.files.clean() == 1
+        assert (here.kept(), await here.store.run(count(files))) == ([long], 1)
+        here.pass_(10 * DAY)
+        assert await here.files.clean() == 1
+        assert (here.kept(), await here.store.run(count(files))) == ([], 0)
+
+
+async def test_a_deletion_that_was_cut_short_is_finished_later(
+    here: BatchPlace, tmp_path: Path
+) -> None:
+    id_ = await here.upload()
+    here.folder.location.rename(tmp_path / "away")
+    await here.files.delete("alice", id_)
+    assert await ids(here) == []
+    assert await refused(here.files.delete("alice", id_)) == (404, "file_not_found")
+    (tmp_path / "away").rename(here.folder.location)
+    assert (here.kept(), await here.store.run(count(files))) == ([id_], 1)
+    assert await here.files.clean() == 1
+    assert (here.kept(), await here.store.run(count(files))) == ([], 0)
+
+
+async def test_a_file_of_another_host_is_listed_and_not_read(
+    store_url: str, tmp_path: Path
+) -> None:
+    async with (
+        batch_place(store_url, tmp_path / "one") as one,
+        batch_place(store_url, tmp_path / "two") as two,
+    ):
+        id_ = await one.upload()
+        assert await ids(two) == [id_]
+        assert await refused(two.files.open_content("alice", id_)) == (503, "file_elsewhere")
+        # Deleted here, removed there.
+        await two.files.delete("alice", id_)
+        assert await two.files.clean() == 0
+        assert one.kept() == [id_]
+        assert await one.files.clean() == 1
+        assert one.kept() == []
+
+
+async def test_a_store_that_is_away_is_told_and_nothing_is_lost(here: BatchPlace) -> None:
+    id_ = await here.upload()
+    async with here.files.uploading("alice", None) as upload:
+        await here.files.storage.on_disk(upload.write, b"text")
+        await here.store.aclose(LIMIT)
+        keeping = here.files.keep(upload, name="a", purpose="batch", seconds=None)
+        assert await refused(keeping) == (503, "store_unavailable")
+        # Whether it has a row can't be told, so the file stays until that is known.
+        assert len(here.kept()) == 2
+    assert await refused(here.files.find("alice", id_)) == (503, "store_unavailable")
+    assert await refused(here.upload()) == (503, "store_unavailable")
+
+
+KB = 1000
+
+
+async def kept(here: BatchPlace, owner: str = "alice") -> int:
+    job = partial(kept_by, owner=owner, now=here.time[0])
+    return (await here.store.run(job, write=False)).bytes
+
+
+def on_disk(here: BatchPlace) -> int:
+    return sum(path.stat().st_size for path in here.folder.location.iterdir()
+               if not path.name.endswith(ID_FILE))  # fmt: skip
+
+
+async def refusal_of(asked: Any) -> GatewayError:
+    with pytest.raises(GatewayError) as error:
+        await asked
+    return error.value
+
+
+async def messages(here: BatchPlace, lines: int, *, owner: str = "alice", **more: Any) -> Batch:
+    """A message batch with a body of its own."""
+    new = await here.batches.new_requests()
+    await here.batches.storage.on_disk(
+        new.write, jsonl([line(f"c{n}", url="/v1/messages") for n in range(lines)])
+    )
+    size = new.size
+    name = await here.batches.storage.on_disk(new.finish)
+    given = {"owner": owner, "api": "anthropic", "endpoint": "/v1/messages", **more}
+    return await here.batches.create(NewBatch(**given, requests=name, requests_bytes=size))
+
+
+async def test_the_rows_say_what_the_folder_holds_at_every_step(here: BatchPlace) -> None:
+    seen = [(await kept(here), on_disk(here))]
+    await here.upload(b"x" * 700, purpose="user_data")
+    seen.append((await kept(here), on_disk(here)))
+    of_messages = await messages(here, 3)
+    seen.append((await kept(here), on_disk(here)))
+    of_lines = await here.create([line("a"), line("b"), "broken"])
+    seen.append((await kept(here), on_disk(here)))
+    await here.settle()
+    seen.append((await kept(here), on_disk(here)))
+    assert await here.answer(2, content=b'"%b"' % (b"x" * 300)) == 2
+    seen.append((await kept(here), on_disk(here)))
+    assert all(counted == held for counted, held in seen), seen
+    assert sorted(seen) == seen
+    assert len({counted for counted, _ in seen}) == len(seen)
+    assert await kept(here, "bob") == 0
+    # After the end results are in files with rows, and of the rest nothing is left.
+    while await here.answer(10):
+        await here.settle()
+    assert {(await here.find(one)).state for one in (of_messages, of_lines)} == {
+        BatchState.COMPLETED
+    }
+    assert here.kept("requests") == []
+    await here.results.close(HOUR)
+    await here.batches.upkeep.clean()
+    assert here.kept("results") == []
+    assert await kept(here) == on_disk(here) > 0
+    await here.batches.delete("alice", of_messages.id, "anthropic")
+    assert await kept(here) == on_disk(here)
+    page = await here.files.storage.read(read_files, "alice", here.time[0], 100)
+    for file in page.files:
+        await here.files.delete("alice", file.id)
+    assert (await kept(here), on_disk(here)) == (0, 0)
+
+
+async def test_a_key_at_its_bound_gets_429_for_everything_and_others_do_not(
+    store_url: str, tmp_path: Path
+) -> None:
+    bounds: dict[str, Any] = {"file_bytes": 2 * KB, "bytes_per_key": 2 * KB}
+    async with batch_place(store_url, tmp_path / "kept", **bounds) as here:
+        input_file = await here.upload(jsonl([line("a")]))
+        await here.upload(b"x" * (2 * KB - await kept(here)), purpose="user_data")
+        given: dict[str, Any] = {
+            "owner": "alice", "api": "openai", "endpoint": "/v1/chat/completions",
+        }  # fmt: skip
+        for asked in (
+            here.upload(b"x"),
+            messages(here, 1),
+            here.batches.create(NewBatch(**given, input_file=input_file)),
+            here.batches.check_room("alice", 0),
+        ):
+            error = await refusal_of(asked)
+            assert (error.status, error.code, error.retryable) == (429, "insufficient_quota", False)
+            assert "2000 bytes ('batches.bytes_per_key'): delete" in error.message
+        assert here.kept("requests") == []
+        await here.batches.check_room("bob", 2 * KB)
+        await messages(here, 1, owner="bob")
+
+
+async def test_batches_of_a_full_key_pause_and_lose_nothing_until_there_is_room(
+    store_url: str, tmp_path: Path
+) -> None:
+    bounds: dict[str, Any] = {"file_bytes": 9 * KB, "bytes_per_key": 10 * KB}
+    async with batch_place(store_url, tmp_path / "kept", **bounds) as here:
+        batch = await here.create([line(f"c{n}") for n in range(4)])
+        room = await here.upload(b"x" * 6 * KB, purpose="user_data")
+        await here.settle()
+        # Its results bring the key to its bound; those that ran meanwhile are recorded.
+        task = asyncio.create_task(here.results.run())
+        for row in await here.claim(3):
+            content = b'"%b"' % (b"x" * 2 * KB)
+            done = answer(row, here.process.id, content=content)
+            assert await here.results.add(row, done)
+            await here.batches.upkeep.round()
+        task.cancel()
+        paused = await here.find(batch)
+        assert (paused.pause_reason, paused.completed) == ("key_storage_full", 3)
+        assert here.batches.upkeep.full_owners == {"alice"}
+        assert await kept(here) > 10 * KB
+        other = await here.create([line("a")], owner="bob")
+        await here.settle()
+        assert (await here.find(other)).paused_at is None
+        assert await here.answer(9) == 1  # bob's
+        # By hand it goes on for a moment only.
+        await here.batches.resume("alice", batch.id, "openai")
+        await here.batches.upkeep.round()
+        assert (await here.find(batch)).pause_reason == "key_storage_full"
+        await here.files.delete("alice", room)
+        await here.batches.upkeep.round()
+        assert (await here.find(batch)).paused_at is None
+        assert here.batches.upkeep.full_owners == frozenset()
+        assert await here.answer(9) == 1
+        await here.settle()
+        assert [one["custom_id"] for one in await here.output(batch)] == ["c0", "c1", "c2", "c3"]
+
+
+async def test_two_processes_together_keep_no_more_than_one_may(
+    store_url: str, tmp_path: Path
+) -> None:
+    bounds: dict[str, Any] = {"file_bytes": KB, "bytes_per_key": KB}
+    async with (
+        batch_place(store_url, tmp_path / "one", **bounds) as one,
+        batch_place(store_url, tmp_path / "two", **bounds) as two,
+    ):
+        places = (one, two)
+        uploads = [here.upload(b"x" * 100) for _ in range(8) for here in places]
+        requests = [
+            places[n % 2].store.run(
+                job(add_background, alone(n, result_length=0), limits(bytes_per_key=KB))
+            )
+            for n in range(8)
+        ]
+        ended = await asyncio.gather(*uploads, *requests, return_exceptions=True)
+        made = sum(isinstance(one, str) or one is None for one in ended)
+        assert made == 10
+        assert await kept(one) == await kept(two) == KB
+        kept_files = await one.store.run(count(files))
+        assert kept_files == len(one.kept("file")) + len(two.kept("file"))

@@ -1,34 +1,43 @@
-"""Rows are claimed, renewed, put back and recorded once, whoever has had them."""
+"""Rows of batches and lines: claimed, put back and recorded once, whoever has had them."""
 
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import pytest
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, Select, func, select, update
 
 from gateway.callers.processes import ProcessIdentity, register
 from gateway.config.stored import BatchSettings
+from gateway.errors import GatewayError
 from gateway.store.failures import StoreError
-from gateway.store.schema import stored_requests
+from gateway.store.schema import batches, stored_requests
 from gateway.store.store import Store
+from gateway.stored import batch_rows, files
+from gateway.stored.background_requests import add_background
 from gateway.stored.batch_rows import (
+    WINDOW_SECONDS,
     Batch,
+    BatchSpeed,
+    SpeedMeter,
+    add_batch,
     begin_finalizing,
     cancel_batch,
     end_batch,
     expire_lines,
     find_batch,
-    pause_batch,
+    progress_of,
 )
 from gateway.stored.claims import (
+    BUSY_SECONDS,
+    UNTOLD_SECONDS,
     BatchState,
     Pick,
     RecordedResult,
@@ -36,31 +45,39 @@ from gateway.stored.claims import (
     RequestState,
     RowLeases,
     StoredRow,
+    UnfinishedWork,
+    WaitingLines,
     WorkLeft,
     add_rows,
-    paused_batches,
+    new_id,
     put_back,
     record,
     release_lost,
     renew,
+    waiting_by_kind,
+    waiting_lines,
     work_left,
 )
-from gateway.stored.claims import claim as claim_picks
-from gateway.stored.folder import DiskThreads, Folder, Storage
-from tests.store.stores import opened
+from gateway.stored.files import StoredFile
+from gateway.stored.folder import ID_FILE, DiskThreads, Folder, Storage, job
+from tests.polling import eventually
+from tests.store.stores import CountingStore, opened, wait_until
 from tests.stored.stored_rows import (
     DAY,
     FOLDER,
     LEASE,
     NOW,
+    PATH,
     a_batch,
     a_line,
     a_result,
     alone,
+    batch_id,
     begin,
     claim,
     do,
     find_row,
+    limits,
     numbers,
     once_unlocked,
 )
@@ -68,9 +85,9 @@ from tests.stored.stored_rows import (
 LIMIT = 120.0
 
 
-def left(store: Store, number: int = 1) -> tuple[int, int]:
+def left(store: Store) -> tuple[int, int]:
     """How many lines of the batch wait, and run."""
-    work: WorkLeft = store.run_now(lambda c: work_left(c, a_batch(number).id))
+    work: WorkLeft = do(store, work_left, a_batch().id)
     return work.waiting, work.running
 
 
@@ -114,33 +131,6 @@ def test_of_requests_without_a_batch_the_nearest_deadline_comes_first(store: Sto
     assert [[row.id for row in some] for some in taken] == [
         [rows[2].id, rows[3].id], [rows[0].id],
     ]  # fmt: skip
-
-
-def test_several_picks_take_each_row_once(store: Store) -> None:
-    begin(store, a_batch(), [a_line(n, prefix=n % 2) for n in range(1, 7)])
-    limits = {2: 1, 9: None, 1: None}
-    picks = [
-        Pick(limit, RequestKind.LINE, a_batch().id, prefix=prefix)
-        for limit, prefix in limits.items()
-    ]
-    taken = do(store, claim_picks, FOLDER, "p1", picks, NOW, LEASE)
-    assert numbers(taken) == [1, 3, 2, 4, 6, 5]
-
-
-def test_nothing_of_a_paused_batch_is_claimed(store: Store) -> None:
-    batch = a_batch()
-    begin(store, batch, [a_line(1)])
-    store.run_now(lambda c: pause_batch(c, "alice", batch.id, NOW, "by its owner"))
-    assert claim(store) == claim(store, batch=batch.id) == []
-
-
-def test_what_is_put_off_is_not_claimed_before_its_time(store: Store) -> None:
-    begin(store, a_batch(), [a_line(1)])
-    (row,) = claim(store)
-    store.run_now(lambda c: put_back(c, "p1", [row.id], NOW + 60, failed=True))
-    assert claim(store, now=NOW + 59) == []
-    (again,) = claim(store, now=NOW + 60)
-    assert (again.id, again.attempts) == (row.id, 1)
 
 
 def test_only_the_process_that_has_a_row_renews_it_or_puts_it_back(store: Store) -> None:
@@ -196,84 +186,6 @@ def test_rows_wait_again_when_their_lease_is_over(store: Store) -> None:
     assert left(store) == (2, 0)
 
 
-def test_rows_of_a_process_that_is_not_registered_wait_again_at_once(store: Store) -> None:
-    begin(store, a_batch(), [a_line(1), a_line(2)])
-    claim(store, "unknown", 1)
-    claim(store, OWN.id, 1)
-    assert release(store) == 1
-    assert left(store) == (1, 1)
-
-
-def test_lost_lines_of_a_cancelled_batch_end_as_cancelled(store: Store) -> None:
-    batch = a_batch()
-    begin(store, batch, [a_line(1)])
-    claim(store, "unknown")
-    store.run_now(lambda c: cancel_batch(c, "alice", batch.id, "openai", NOW))
-    assert release(store) == 1
-    assert (batch_now(store).cancelled, left(store)) == (1, (0, 0))
-
-
-def test_threads_that_claim_at_once_take_every_row_once(store_url: str) -> None:
-    count = 600
-    taken: list[list[str]] = [[] for _ in range(4)]
-    with opened(store_url) as store:
-        begin(store, a_batch(), [a_line(n, prefix=n % 7) for n in range(1, count + 1)])
-        start = threading.Barrier(len(taken))
-
-        def work(number: int) -> None:
-            with opened(store_url) as own:
-                start.wait(LIMIT)
-                # A row that another claims at this moment is passed over, so one look may be vain.
-                empty = 0
-                while empty < 20:
-                    rows = once_unlocked(lambda: claim(own, f"p{number}", 1 + number * 3))
-                    taken[number] += [row.id for row in rows]
-                    empty = 0 if rows else empty + 1
-
-        threads = [threading.Thread(target=work, args=(n,)) for n in range(len(taken))]
-        for one in threads:
-            one.start()
-        for one in threads:
-            one.join(LIMIT)
-        assert left(store) == (0, count)
-    assert set(Counter(id_ for ids in taken for id_ in ids).values()) == {1}
-    assert sum(map(len, taken)) == count
-
-
-def test_own_requests_of_other_kinds_keep_their_claims_though_their_leases_are_over(
-    store: Store,
-) -> None:
-    begin(store, a_batch(), [a_line(1), a_line(2)])
-    claim(store, OWN.id, 2)
-    late = NOW + LEASE + 1
-    others = [RequestKind.RESPONSE, RequestKind.DEFERRED]
-    assert store.run_now(lambda c: release_lost(c, FOLDER, OWN, late, others)) == 0
-    assert store.run_now(lambda c: release_lost(c, FOLDER, OWN, late, [RequestKind.LINE])) == 2
-
-
-def test_who_is_alone_to_run_rows_takes_those_of_all_others_at_once(store: Store) -> None:
-    begin(store, a_batch(), [a_line(1), a_line(2), a_line(3)])
-    claim(store, "other.0", 2)
-    claim(store, OWN.id, 1)
-    assert store.run_now(lambda c: release_lost(c, FOLDER, OWN, NOW, is_sole=True)) == 2
-    assert numbers(claim(store, "third.0", 3)) == [1, 2]
-
-
-def test_lines_are_not_claimed_behind_their_deadline(store: Store) -> None:
-    begin(store, a_batch(), [a_line(1, deadline=NOW), a_line(2, deadline=NOW + 1)])
-    assert numbers(claim(store)) == [2]
-    assert left(store) == (1, 1)
-
-
-def test_paused_batches_are_known(store: Store) -> None:
-    begin(store, a_batch(1), [a_line(1)])
-    begin(store, a_batch(2), [a_line(1, batch=a_batch(2))])
-    ids = [a_batch(1).id, a_batch(2).id, "batch_unknown"]
-    assert store.run_now(lambda c: paused_batches(c, ids)) == set()
-    store.run_now(lambda c: pause_batch(c, a_batch(2).owner, ids[1], NOW, "paused"))
-    assert store.run_now(lambda c: paused_batches(c, ids)) == {ids[1]}
-
-
 def batch_now(store: Store) -> Batch:
     found = store.run_now(lambda c: find_batch(c, "alice", a_batch().id, "openai"))
     assert found is not None
@@ -313,17 +225,6 @@ def test_results_are_recorded_and_counted_once_however_often_it_is_tried(store: 
     assert (row.result_place, row.result_offset, row.result_length) == ("results-1", 100, 100)
 
 
-def test_results_without_a_batch_or_without_place_and_usage_are_recorded_too(store: Store) -> None:
-    store.run_now(lambda c: add_rows(c, [alone(1)]))
-    (of_no_batch,) = claim(store, kind=RequestKind.RESPONSE)
-    assert recorded(store, [a_result(of_no_batch)]) == [of_no_batch.id]
-    begin(store, a_batch(), [a_line(1)])
-    (row,) = claim(store)
-    result = RecordedResult(row.id, RequestState.EXPIRED)
-    assert recorded(store, [result]) == recorded(store, [result]) == [row.id]
-    assert counts(store) == {"total": 1, "expired": 1}
-
-
 def test_the_result_of_a_row_that_another_has_taken_does_not_count(store: Store) -> None:
     begin(store, a_batch(), [a_line(1), a_line(2)])
     rows = claim(store, "p1")
@@ -344,28 +245,17 @@ def test_another_result_of_the_same_process_is_not_taken_for_the_first_one(store
     assert recorded(store, [a_result(row, state=RequestState.FAILED)]) == []
 
 
-def test_a_line_that_ends_while_its_batch_is_being_cancelled_keeps_its_result(
-    store: Store,
-) -> None:
-    begin(store, a_batch(), [a_line(1), a_line(2)])
-    rows = claim(store, limit=1)
-    store.run_now(lambda c: cancel_batch(c, "alice", a_batch().id, "openai", NOW))
-    assert recorded(store, [a_result(rows[0])]) == [rows[0].id]
-    assert counts(store) == {"total": 2, "completed": 1, "cancelled": 1}
-
-
-ANY = [Pick(10, RequestKind.LINE, a_batch().id)]
-
-
 def leases_of(store: Store, path: Path) -> RowLeases:
     """Leases of this process in a new folder; a batch of three lines waits there."""
     folder = Folder(path / "batches", most_bytes=lambda: 1 << 30)
     batch = replace(a_batch(), folder=folder.open())
     begin(store, batch, [a_line(number, batch) for number in (1, 2, 3)])
-    own = ProcessIdentity.of_this_process(time.time())
-    do(store, register, own, NOW)
     storage = Storage(store, folder, DiskThreads(), BatchSettings, lambda: NOW)
-    return RowLeases(storage, own)
+    return RowLeases(storage, ProcessIdentity.of_this_process(time.time()))
+
+
+async def claim_all(leases: RowLeases) -> list[str]:
+    return [row.id for row in await leases.claim([Pick(10, RequestKind.LINE, a_batch().id)])]
 
 
 def states(store: Store) -> list[RequestState]:
@@ -377,9 +267,8 @@ async def test_rows_are_put_back_when_the_store_takes_them_again(
     store: Store, tmp_path: Path
 ) -> None:
     leases = leases_of(store, tmp_path)
-    ids = [row.id for row in await leases.claim(ANY)]
-    leases.put_back(ids[:1], NOW + 5, failed=True)
-    leases.put_back(ids[1:], NOW)
+    ids = await claim_all(leases)
+    leases.put_back(ids, NOW)
     leases.storage.store = Store(store.location)
     assert leases.storage.store.close(1.0)
     with pytest.raises(StoreError):
@@ -389,47 +278,22 @@ async def test_rows_are_put_back_when_the_store_takes_them_again(
     assert await leases.write()
     assert not await leases.write()
     assert states(store) == [RequestState.WAITING] * 3
-    row = do(store, find_row, "alice", ids[0], RequestKind.LINE)
-    assert row is not None
-    assert (row.attempts, row.not_before) == (1, NOW + 5)
-
-
-async def test_rows_of_lost_processes_wait_again(store: Store, tmp_path: Path) -> None:
-    leases = leases_of(store, tmp_path)
-    other = replace(leases.process, id="gone.1")
-    lost = RowLeases(leases.storage, other)
-    assert len(await lost.claim(ANY)) == 3
-    assert await leases.release_lost() == 3
-    assert len(await leases.claim(ANY)) == 3
-    assert await lost.renew([a_line(1).id]) == set()
 
 
 async def test_a_row_that_is_claimed_anew_is_not_put_back_for_its_earlier_claim(
     store: Store, tmp_path: Path
 ) -> None:
     leases = leases_of(store, tmp_path)
-    ids = [row.id for row in await leases.claim(ANY)]
+    ids = await claim_all(leases)
     do(store, put_back, leases.process.id, ids[:1], NOW)  # Somebody else has, as it was lost.
     leases.put_back(ids[:2], NOW)
-    assert [row.id for row in await leases.claim(ANY)] == ids[:1]
+    assert await claim_all(leases) == ids[:1]
     assert await leases.write()
     assert states(store) == [RequestState.RUNNING, RequestState.WAITING, RequestState.RUNNING]
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
 WORKERS, BATCHES, LINES = 3, 6, 60
 CANCELLED = {1, 2}
-
-
-def do_unlocked(
-    store: Store, job: Callable[Concatenate[Connection, P], T], *args: P.args, **keys: P.kwargs
-) -> T:
-    return once_unlocked(lambda: do(store, job, *args, **keys))
-
-
-def claim_unlocked(store: Store, process: str, limit: int, *, model: str | None) -> list[StoredRow]:
-    return once_unlocked(lambda: claim(store, process, limit, model=model))
 
 
 class Trouble:
@@ -442,67 +306,55 @@ class Trouble:
         self.batches = batches
         self.recorded: Counter[str] = Counter()
         self.ended: list[str] = []
-        self.error: BaseException | None = None
 
     def run(self) -> None:
-        try:
-            with opened(self.url) as store:
-                left = {one.id for one in self.batches}
-                while left:
-                    self._step(store)
-                    for id_ in sorted(left):
-                        if self._try_to_end(store, id_):
-                            left.discard(id_)
-        except BaseException as error:  # noqa: BLE001 - told by the test's own thread
-            self.error = error
+        with opened(self.url) as store:
+            left = {one.id for one in self.batches}
+            while left:
+                self._step(store)
+                left -= {id_ for id_ in left if self._try_to_end(store, id_)}
 
     def _step(self, store: Store) -> None:
         rng, own = self.rng, self.own
-        rows = claim_unlocked(store, own.id, rng.randint(1, 12), model=rng.choice([None, "demo"]))
+        limit, model = rng.randint(1, 12), rng.choice([None, "demo"])
+        rows = once_unlocked(lambda: claim(store, own.id, limit, model=model))
         ids = [row.id for row in rows]
         if rng.random() < 0.3:
-            do_unlocked(store, renew, own.id, ids, NOW, LEASE)
+            unlocked(store, renew, own.id, ids, NOW, LEASE)
         forgotten = ids[:1] if rng.random() < 0.2 else []
         back = [id_ for id_ in ids if id_ not in forgotten and rng.random() < 0.2]
-        do_unlocked(store, put_back, own.id, back, NOW, failed=rng.random() < 0.5)
+        unlocked(store, put_back, own.id, back, NOW, failed=rng.random() < 0.5)
         states = [RequestState.DONE, RequestState.DONE, RequestState.FAILED]
         results = [
             a_result(row, state=rng.choice(states), result_place=f"results-{own.id}")
             for row in rows
             if row.id not in forgotten
         ]
-        first = do_unlocked(store, record, own.id, results, NOW)
-        assert sorted(do_unlocked(store, record, own.id, results, NOW)) == sorted(first)
+        first = unlocked(store, record, own.id, results, NOW)
+        assert sorted(unlocked(store, record, own.id, results, NOW)) == sorted(first)
         self.recorded.update(first)
         if rng.random() < 0.2:
             # Far behind all leases: what others hold at this moment is taken from them.
-            do_unlocked(store, release_lost, FOLDER, own, NOW + rng.choice([0.0, 10 * LEASE]))
+            unlocked(store, release_lost, FOLDER, own, NOW + rng.choice([0.0, 10 * LEASE]))
         if rng.random() < 0.1:
-            number = rng.choice(sorted(CANCELLED))
-            do_unlocked(
-                store, cancel_batch, "alice", self.batches[number].id, "openai", NOW, limit=7
-            )
-        do_unlocked(store, expire_lines, FOLDER, NOW, limit=5)
+            id_ = self.batches[rng.choice(sorted(CANCELLED))].id
+            unlocked(store, cancel_batch, "alice", id_, "openai", NOW, limit=7)
+        unlocked(store, expire_lines, FOLDER, NOW, limit=5)
 
     def _try_to_end(self, store: Store, id_: str) -> bool:
-        do_unlocked(store, begin_finalizing, id_, NOW, limit=7)
-        if do_unlocked(store, end_batch, id_, None, None, NOW, lambda *_: self.ended.append(id_)):
+        unlocked(store, begin_finalizing, id_, NOW, limit=7)
+        if unlocked(store, end_batch, id_, None, None, NOW, lambda *_: self.ended.append(id_)):
             return True
-        batch = do_unlocked(store, find_batch, "alice", id_, "openai")
-        return batch is not None and batch.state.ended
+        batch: Batch = unlocked(store, find_batch, "alice", id_, "openai")
+        return batch.state.ended
 
 
-def batch_unlocked(store: Store, batch: Batch) -> Batch:
-    found = do_unlocked(store, find_batch, "alice", batch.id, "openai")
-    assert found is not None
-    return found
+def pairs(connection: Connection, asked: Select[Any]) -> list[tuple[str, int]]:
+    return [(state, number) for state, number in connection.execute(asked)]
 
 
-def states_of(store: Store, batch: Batch) -> dict[str, int]:
-    column = stored_requests.c.state
-    asked = select(column, func.count()).where(stored_requests.c.batch == batch.id)
-    found = store.run_now(lambda c: c.execute(asked.group_by(column)).all())
-    return {str(state): int(number) for state, number in found}
+def unlocked(store: Store, job: Callable[..., Any], *args: Any, **keys: Any) -> Any:
+    return once_unlocked(lambda: do(store, job, *args, **keys))
 
 
 @pytest.mark.timeout(300)
@@ -520,23 +372,20 @@ def test_counts_stay_exact_while_several_processes_work_and_cancel(
         for batch in batches:
             begin(store, batch, [a_line(number, batch) for number in range(1, LINES + 1)])
         workers = [Trouble(store_url, number, batches, seed) for number in range(WORKERS)]
-        threads = [threading.Thread(target=one.run) for one in workers]
-        for one in threads:
-            one.start()
-        for one in threads:
-            one.join(LIMIT)
-        assert [one.error for one in workers] == [None] * WORKERS
-        assert not any(one.is_alive() for one in threads)
+        with ThreadPoolExecutor(WORKERS) as threads:
+            list(threads.map(Trouble.run, workers))
         recorded = sum((one.recorded for one in workers), Counter[str]())
         assert set(recorded.values()) == {1}
+        state, of_batch = stored_requests.c.state, stored_requests.c.batch
         counted = 0
         for number, before in enumerate(batches):
-            batch = batch_unlocked(store, before)
+            batch = unlocked(store, find_batch, "alice", before.id, "openai")
             counts = {
                 "done": batch.completed, "failed": batch.failed,
                 "cancelled": batch.cancelled, "expired": batch.expired,
             }  # fmt: skip
-            assert states_of(store, batch) == {k: v for k, v in counts.items() if v}
+            asked = select(state, func.count()).where(of_batch == batch.id).group_by(state)
+            assert dict(do(store, pairs, asked)) == {k: v for k, v in counts.items() if v}
             assert sum(counts.values()) == batch.total == LINES
             has_result = batch.completed + batch.failed
             assert batch.completion_tokens == 5 * has_result
@@ -550,3 +399,392 @@ def test_counts_stay_exact_while_several_processes_work_and_cancel(
         # Each was ended by one of them, though all had tried.
         ends = Counter(id_ for one in workers for id_ in one.ended)
         assert ends == {batch.id: 1 for batch in batches}
+
+
+def token(count: int) -> str:
+    return "ab" * count
+
+
+def groups(store: Store, now: float = NOW) -> list[WaitingLines]:
+    return store.run_now(lambda c: list(waiting_lines(c, FOLDER, now)), write=False)
+
+
+def kinds(store: Store) -> dict[str, int]:
+    return do(store, waiting_by_kind, FOLDER, NOW)
+
+
+def test_groups_are_sums_of_what_may_run_now(store: Store) -> None:
+    first, second = a_batch(1), a_batch(2, owner="bob", class_="normal", expires_at=NOW + 60)
+    begin(store, first, [a_line(n, first, max_tokens=10 * n) for n in range(1, 5)])
+    several = [a_line(n, second, model=f"m{n % 2}" if n > 1 else None) for n in range(1, 6)]
+    begin(store, second, several, model=None)
+    store.run_now(lambda c: add_rows(c, [alone(1), alone(2, deadline=NOW + 5, max_tokens=7)]))
+    found = sorted(groups(store), key=lambda one: (one.owner, one.model or ""))
+    assert found == [
+        WaitingLines(first.id, "alice", PATH, "demo", "batch", 4, NOW + DAY),
+        WaitingLines(second.id, "bob", PATH, None, "normal", 1, NOW + 60),
+        WaitingLines(second.id, "bob", PATH, "m0", "normal", 2, NOW + 60),
+        WaitingLines(second.id, "bob", PATH, "m1", "normal", 2, NOW + 60),
+    ]
+    assert kinds(store) == {"response": 2}
+
+
+@dataclass(slots=True)
+class Place:
+    """A folder whose work is looked for, by a clock that stands still."""
+
+    store: CountingStore
+    folder: Folder
+    seconds: list[float] = field(default_factory=lambda: [time.monotonic()])
+
+    def work(self) -> UnfinishedWork:
+        storage = Storage(
+            self.store, self.folder, DiskThreads(), BatchSettings, clock=lambda: self.seconds[0]
+        )
+        return UnfinishedWork(storage)
+
+
+def a_folder(path: Path, id_: str) -> Folder:
+    path.mkdir(0o700)
+    (path / ID_FILE).write_text(id_)
+    folder = Folder(path, most_bytes=lambda: 1 << 30)
+    assert folder.open() == id_
+    return folder
+
+
+@pytest.fixture
+def place(store_url: str, tmp_path: Path) -> Iterator[Place]:
+    with opened(store_url) as plain:
+        made = CountingStore(plain.location, look_seconds=0.01)
+        made.start()
+        try:
+            # It is open, and has looked at its version for the first time.
+            wait_until(lambda: made.status().up and made.changes >= 2, made)
+            yield Place(made, a_folder(tmp_path / "batches", FOLDER))
+        finally:
+            made.close(30.0)
+
+
+def add_request(store: Store, number: int = 1) -> None:
+    store.run_now(job(add_background, alone(number), limits()))
+
+
+async def test_the_store_is_not_asked_again_until_this_process_has_added_something(
+    place: Place,
+) -> None:
+    work = place.work()
+    assert not await work.exists()
+    asked = place.store.jobs
+    for _ in range(100):
+        assert not await work.exists()
+    # PostgreSQL does not tell what it has, but then the clock decides.
+    assert place.store.jobs == asked
+    add_request(place.store)
+    work.added()
+    assert await work.exists()
+    assert await work.exists()
+    assert place.store.jobs == asked + 1
+    do(place.store, set_state, "done")
+    assert await work.exists()
+    place.seconds[0] += BUSY_SECONDS
+    assert not await work.exists()
+
+
+async def test_what_another_process_adds_is_seen(place: Place, store_url: str) -> None:
+    work = place.work()
+    assert not await work.exists()
+    with opened(store_url) as other:
+        add_request(other)
+    if place.store.location.path is None:
+        assert not await work.exists()
+        place.seconds[0] += UNTOLD_SECONDS
+
+    async def seen() -> bool | None:
+        return await work.exists() or None
+
+    assert await eventually(seen)
+
+
+async def test_what_waits_runs_or_has_not_ended_is_work(place: Place) -> None:
+    store, work = place.store, place.work()
+
+    async def exists() -> bool:
+        work.added()
+        return await work.exists()
+
+    store.run_now(job(add_batch, a_batch(), limits()))
+    assert await exists()
+    do(store, end_batches)
+    assert not await exists()
+    # Left over by a process that was killed, or by one that still runs it.
+    assert do(store, add_rows, [a_line(1)])
+    do(store, set_state, "running")
+    assert await exists()
+    do(store, set_state, "done")
+    assert not await exists()
+    add_request(store)
+    assert await exists()
+    assert len(claim(store, kind=RequestKind.RESPONSE)) == 1
+    assert await exists()
+
+
+def end_batches(connection: Connection) -> None:
+    connection.execute(update(batches).values(ended_at=NOW))
+
+
+def set_state(connection: Connection, state: str) -> None:
+    connection.execute(update(stored_requests).values(state=state))
+
+
+def add(store: Store, batch: Batch, most: int = 9) -> Batch:
+    return do(store, batch_rows.add_batch, batch, limits(batches_per_key=most))
+
+
+def find(store: Store) -> Batch:
+    batch = do(store, batch_rows.find_batch, "alice", batch_id(), "openai")
+    assert batch is not None
+    return batch
+
+
+def a_file(id_: str = "file-1", **values: Any) -> StoredFile:
+    given: dict[str, Any] = {
+        "owner": "alice", "name": "x.jsonl", "purpose": "batch", "bytes": 9, "sha256": "",
+        "created_at": NOW, "expires_at": None, "folder": FOLDER,
+    }  # fmt: skip
+    return StoredFile(id_, **{**given, **values})
+
+
+def end_lines(store: Store, rows: list[StoredRow], **values: Any) -> None:
+    do(store, record, "p1", [a_result(row, **values) for row in rows], NOW)
+
+
+def finalize(store: Store, id_: str | None = None) -> Batch | None:
+    return do(store, batch_rows.begin_finalizing, id_ or batch_id(), NOW)
+
+
+def end(store: Store, id_: str | None = None) -> Batch:
+    """End a batch all of whose lines have ended."""
+    assert finalize(store, id_) is not None
+    ended = do(store, batch_rows.end_batch, id_ or batch_id(), None, None, NOW)
+    assert ended is not None
+    return ended
+
+
+def test_a_batch_comes_back_as_it_was_added(store: Store) -> None:
+    batch = a_batch(
+        metadata={"team": "ü"}, errors=[{"code": "x", "line": None}], idempotency_key="k",
+        request_digest="d", webhook_url="https://example.org/", output_seconds=3600.0, user="ann",
+    )  # fmt: skip
+    assert add(store, batch, 1) == find(store) == add(store, batch, 1) == batch
+    assert do(store, batch_rows.unfinished, FOLDER) == [batch]
+    assert do(store, batch_rows.unfinished, "other") == []
+
+
+def test_the_same_idempotency_key_gives_the_earlier_batch_or_a_conflict(store: Store) -> None:
+    first = add(store, a_batch(1, idempotency_key="k", request_digest="d1"), 1)
+    assert add(store, a_batch(2, idempotency_key="k", request_digest="d1"), 1) == first
+    with pytest.raises(GatewayError, match="sent before with another request"):
+        add(store, a_batch(3, idempotency_key="k", request_digest="d2"), 1)
+    add(store, a_batch(4, idempotency_key="k", request_digest="d2", owner="bob"), 1)
+
+
+def test_an_owner_has_at_most_so_many_unfinished_batches(store: Store) -> None:
+    for number in (1, 2):
+        add(store, a_batch(number), 2)
+    with pytest.raises(GatewayError, match="2 batches that have not ended"):
+        add(store, a_batch(3), 2)
+    add(store, a_batch(4, owner="bob"), 2)
+    do(store, batch_rows.fail_batch, batch_id(1), [], NOW)
+    add(store, a_batch(3), 2)
+
+
+def test_the_input_file_must_be_the_owners_of_the_right_purpose_and_here(store: Store) -> None:
+    for file in (
+        a_file("file-1"),
+        a_file("file-2", purpose="user_data"),
+        a_file("file-3", owner="bob"),
+        a_file("file-4", folder="elsewhere"),
+        a_file("file-5", expires_at=NOW),
+    ):
+        do(store, files.add_file, file)
+
+    def outcome(number: int) -> str:
+        try:
+            add(store, a_batch(number, input_file=f"file-{number}"))
+        except GatewayError as error:
+            return error.code
+        return "added"
+
+    assert [outcome(number) for number in range(1, 7)] == [
+        "added", "invalid_value", "file_not_found", "file_elsewhere", "file_not_found",
+        "file_not_found",
+    ]  # fmt: skip
+    with pytest.raises(GatewayError, match=f"The batch '{batch_id(1)}' still reads this") as error:
+        do(store, files.delete_file, "alice", "file-1", NOW)
+    assert (error.value.status, error.value.code) == (409, "file_in_use")
+
+
+def test_a_batch_that_fails_as_a_whole_tells_its_listener_once(store: Store) -> None:
+    add(store, a_batch())
+    errors = [{"code": "empty_file", "message": "…", "param": None, "line": None}]
+    told: list[Batch] = []
+    first, again = (
+        do(store, batch_rows.fail_batch, batch_id(), errors, NOW, lambda _, one: told.append(one))
+        for _ in range(2)
+    )
+    begun = do(store, batch_rows.begin_batch, batch_id(), None, NOW)
+    assert first is not None
+    assert first == again == begun == find(store)
+    assert told == [first]
+    assert (first.state, first.errors, first.ended_at) == (BatchState.FAILED, errors, NOW)
+
+
+def test_a_batch_is_finalized_once_when_no_line_waits_or_runs(store: Store) -> None:
+    begin(store, a_batch(), [a_line(1), a_line(2), a_line(3, state=RequestState.FAILED)])
+    begun = find(store)
+    assert (begun.state, begun.total, begun.failed) == (BatchState.IN_PROGRESS, 3, 1)
+    assert do(store, batch_rows.begin_batch, batch_id(), None, NOW + 1) == begun
+    rows = claim(store)
+    assert finalize(store) is None
+    end_lines(store, rows[:1])
+    assert finalize(store) is None
+    assert do(store, batch_rows.end_batch, batch_id(), None, None, NOW) is None
+    end_lines(store, rows[1:], state=RequestState.FAILED)
+    finalizing = finalize(store)
+    assert finalizing is not None
+    assert finalizing.state is BatchState.FINALIZING
+    assert finalize(store) == finalizing
+
+
+def test_a_batch_ends_once_and_the_loser_hears_of_it(store: Store) -> None:
+    begin(store, a_batch(), [a_line(1)])
+    end_lines(store, claim(store))
+    finalize(store)
+    output = a_file("file-out", purpose="batch_output")
+    told: list[Batch] = []
+
+    def end(file: StoredFile | None) -> Batch | None:
+        listener = lambda _, batch: told.append(batch)  # noqa: E731
+        return do(store, batch_rows.end_batch, batch_id(), file, None, NOW + 1, listener)
+
+    ended = end(output)
+    assert ended is not None
+    assert (ended.state, ended.output_file, ended.error_file, ended.ended_at) == (
+        BatchState.COMPLETED, "file-out", None, NOW + 1,
+    )  # fmt: skip
+    assert end(output) == ended, "a commit that nobody knows of is done again"
+    assert end(a_file("file-late")) is None
+    assert told == [ended]
+    assert do(store, files.find_file, "alice", "file-out", NOW) == output
+    assert do(store, files.find_file, "alice", "file-late", NOW) is None
+
+
+def cancel(store: Store, limit: int = 1000) -> Batch:
+    batch = do(store, batch_rows.cancel_batch, "alice", batch_id(), "openai", NOW, limit=limit)
+    assert batch is not None
+    return batch
+
+
+def test_a_batch_that_is_read_or_finalized_can_be_cancelled_and_ends_so(store: Store) -> None:
+    add(store, a_batch())
+    do(store, add_rows, [a_line(1), a_line(2, state=RequestState.FAILED)])
+    batch = cancel(store)
+    assert (batch.state, batch.total, batch.cancelled, batch.failed) == (
+        BatchState.CANCELLING, 2, 1, 1,
+    )  # fmt: skip
+    assert do(store, batch_rows.begin_batch, batch_id(), None, NOW) == batch
+    assert cancel(store) == batch
+    assert finalize(store) is not None
+    assert cancel(store).state is BatchState.CANCELLING
+    ended = end(store)
+    assert ended.state is BatchState.CANCELLED
+    assert cancel(store) == ended
+
+
+def ended_batch(store: Store, number: int = 1, **values: Any) -> Batch:
+    batch = a_batch(number, **values)
+    begin(store, batch, [a_line(n, batch) for n in range(1, 6)])
+    end_lines(store, claim(store, batch=batch.id), result_place=f"results-{number}")
+    return end(store, batch.id)
+
+
+def test_a_deleted_batch_is_gone_at_once_and_removed_with_its_lines(store: Store) -> None:
+    begin(store, a_batch(3), [a_line(1, a_batch(3))])
+    batch = ended_batch(store, idempotency_key="k")
+    deleted = [
+        do(store, batch_rows.delete_batch, "alice", id_, "openai")
+        for id_ in (batch.id, batch.id, batch_id(3))
+    ]
+    assert deleted == [["file-1", "results-1"], None, None]
+    assert [one.id for one in do(store, batch_rows.unfinished, FOLDER)] == [batch_id(3)]
+    again = a_batch(2, idempotency_key="k")
+    assert add(store, again) == again
+    ids = [batch.id, batch_id(3)]
+    removed = [do(store, batch_rows.remove_batches, ids, limit=3) for _ in range(3)]
+    assert removed == [False, True, True]
+    assert do(store, find_row, "alice", a_line(1).id, RequestKind.LINE) is None
+    assert do(store, work_left, batch_id(3)).waiting == 1
+
+
+def test_batches_are_due_when_their_time_is_over_without_their_owners_file(store: Store) -> None:
+    do(store, files.add_file, a_file("file-1"))
+    ended_batch(store, 1, keep_until=NOW + 10, input_file="file-1")
+    ended_batch(store, 2, keep_until=NOW + 20)
+    begin(store, a_batch(3, keep_until=NOW), [a_line(1, a_batch(3))])
+
+    def due(now: float) -> dict[str, list[str]]:
+        return do(store, batch_rows.take_due_batches, FOLDER, now, 9)
+
+    first = {batch_id(1): ["results-1"]}
+    assert due(NOW + 9) == {}
+    assert due(NOW + 10) == due(NOW + 11) == first
+    assert due(NOW + DAY) == {**first, batch_id(2): ["file-1", "results-2"]}
+    assert do(store, batch_rows.remove_batches, [batch_id(1), batch_id(2)])
+    assert due(NOW + DAY) == {}
+
+
+BATCH = Batch(
+    id="batch_1", owner="alice", api="openai", endpoint="/v1/embeddings", input_file="file-1",
+    created_at=0.0, expires_at=9.0, keep_until=99.0, folder="f",
+    state=BatchState.IN_PROGRESS, in_progress_at=1.0, total=100,
+)  # fmt: skip
+
+
+def test_ids_grow_with_time() -> None:
+    times = [0.0, 1.0, 1_780_000_000.123, 1_780_000_000.124, 4_000_000_000.0]
+    ids = [new_id("batch_", at, lambda count: "ab" * count) for at in times]
+    assert ids == sorted(set(ids))
+    assert ids[2] == f"batch_019e7044887b{'ab' * 10}"
+
+
+def test_the_cost_is_reckoned_before_the_first_line_and_by_results_afterwards() -> None:
+    left = WorkLeft(100, 0, 10_000, 50_000)
+    found = progress_of(BATCH, left, None, 0.001, 100.0)
+    assert found.expected_cost == pytest.approx(60.0)
+    assert (found.waiting, found.running, found.cost) == (100, 0, 0.0)
+    assert progress_of(BATCH, left, None, None, 100.0).expected_cost is None
+    some = replace(
+        BATCH, total=10, completed=5, prompt_tokens=500, completion_tokens=500, cost=1.0, failed=1
+    )
+    found = progress_of(some, WorkLeft(3, 1, 400, 0), BatchSpeed(50.0, 0.5), None, 100.0)
+    assert found.expected_cost == pytest.approx(1.0 + 0.001 * 800)
+    assert found.expected_end == pytest.approx(100.0 + 400 / 50)
+    stuck = progress_of(some, WorkLeft(3, 1, 400, 0), BatchSpeed(0.0, 0.0), None, 100.0)
+    assert stuck.expected_end is None
+    ended = replace(BATCH, state=BatchState.COMPLETED, cost=2.0)
+    found = progress_of(ended, WorkLeft(0, 0, 0, 0), BatchSpeed(1.0, 1.0), 0.1, 100.0)
+    assert (found.cost, found.expected_cost, found.tokens_per_second) == (2.0, 2.0, None)
+
+
+def test_speed_is_that_of_the_last_minutes() -> None:
+    meter = SpeedMeter()
+    assert meter.speed(BATCH.id) is None
+    for second in range(0, 1000, 10):
+        tokens = 0 if second < 500 else 20 * (second - 500)
+        meter.look([replace(BATCH, completion_tokens=tokens, completed=second)], float(second))
+    speed = meter.speed(BATCH.id)
+    assert speed is not None
+    assert [speed.tokens, speed.lines] == pytest.approx([20.0, 1.0])
+    meter.look([replace(BATCH, paused_at=1.0)], 1001.0)
+    assert meter.speed(BATCH.id) is None
+    assert WINDOW_SECONDS < 500

@@ -1,12 +1,11 @@
-"""Which stored rows are offered, how many and when: the policy in numbers, and simulated."""
+"""Which stored rows are offered, how many and when: the policy in numbers."""
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -20,7 +19,6 @@ from gateway.stored.feeding import (
     PrefixGroup,
     in_danger,
     late_places,
-    ready_wanted,
     rows_to_offer,
 )
 
@@ -69,14 +67,6 @@ def test_as_many_rows_are_offered_as_fill_the_slots(
     assert rows_to_offer(room, arriving) == rows
 
 
-def test_rows_are_claimed_ahead_of_their_slots_within_a_bound() -> None:
-    assert ready_wanted(0, 0.0) == 1
-    assert ready_wanted(1, 0.0) == 2
-    assert ready_wanted(8, 1.0) == 16
-    assert ready_wanted(8, 90.5) == 91
-    assert ready_wanted(5000, 1e6) == 256
-
-
 # Which.
 
 
@@ -103,12 +93,6 @@ def test_an_owner_alone_gets_all_slots_and_gives_up_half_when_another_comes() ->
         lane.ended(running.pop(0))
         running += offered(lane, 1)
     assert Counter(row.owner for row in running) == {"k1": 4, "k2": 4}
-
-
-def test_paused_owners_are_left_out() -> None:
-    lane = a_lane(a_row("b", owner="k1"), a_row("c", owner="k2"))
-    assert [row.owner for row in offered(lane, 2, paused={"k1"})] == ["k2"]
-    assert [row.owner for row in offered(lane, 2)] == ["k1"]
 
 
 def test_batches_in_danger_go_first_yet_starve_nobody() -> None:
@@ -146,11 +130,10 @@ def test_the_last_group_gets_the_slots_of_those_that_have_ended() -> None:
         assert [one.prefix for one in offered(lane, 1)] == [1]
 
 
-def test_rows_can_be_taken_out_again() -> None:
-    lane = a_lane(a_row("b", owner="k1"), a_row("b", 7, owner="k1"), a_row("c", owner="k2"))
-    assert {row.batch for row in lane.drop(lambda row: row.owner == "k1")} == {"b"}
-    assert lane.ready == 1
-    assert lane.held() == {"c": 1}
+def test_paused_owners_are_left_out() -> None:
+    lane = a_lane(a_row("b", owner="k1"), a_row("c", owner="k2"))
+    assert [row.owner for row in offered(lane, 2, paused={"k1"})] == ["k2"]
+    assert [row.owner for row in offered(lane, 2)] == ["k1"]
 
 
 # Deadlines.
@@ -187,18 +170,6 @@ def test_a_deadline_is_near_when_all_slots_would_need_a_third_of_the_time_left()
     assert in_danger(works, {}, None, now=971.0, **slow) == ["b1"]  # type: ignore[arg-type]
 
 
-def test_rows_that_get_no_slots_have_no_pace() -> None:
-    now = [0.0]
-    pace = Pace(lambda: now[0])
-    for _ in range(10):
-        assert pace.rows_a_second is None
-        pace.tick(busy=True)
-        now[0] += 1.0
-    now[0] += 5.0
-    pace.tick(busy=True)
-    assert pace.rows_a_second == 0.0
-
-
 def test_a_few_late_rows_may_wait() -> None:
     assert late_places(4, 256) == (2, 32)
     assert late_places(64, 256) == (8, 32)
@@ -223,18 +194,6 @@ def test_the_owner_with_fewest_late_rows_waits_next() -> None:
     assert next_late(k1=1) == "b"
     assert next_late() is None
     assert lane.running == 3
-
-
-def test_ready_rows_are_dropped_when_their_deadline_has_passed() -> None:
-    soon, later, never = (
-        replace(a_row(batch), deadline=deadline)
-        for batch, deadline in (("b", 10.0), ("c", 20.0), ("d", None))
-    )
-    lane = a_lane(soon, later, never)
-    assert [work.deadline for work in lane.works()] == [10.0, 20.0, math.inf]
-    assert lane.drop_late(9.9) == []
-    assert lane.drop_late(10.0) == [soon]
-    assert (lane.ready, lane.ready_of("b"), lane.ready_of("c")) == (2, 0, 1)
 
 
 def test_the_time_that_a_row_takes_is_a_mean_of_the_last_ones() -> None:
@@ -266,18 +225,31 @@ def test_the_pace_counts_only_while_there_are_rows() -> None:
     assert pace.rows_a_second == pytest.approx(0.5, rel=0.05)
 
 
+def test_ready_rows_are_dropped_when_their_deadline_has_passed() -> None:
+    soon, later, never = (
+        replace(a_row(batch), deadline=deadline)
+        for batch, deadline in (("b", 10.0), ("c", 20.0), ("d", None))
+    )
+    lane = a_lane(soon, later, never)
+    assert [work.deadline for work in lane.works()] == [10.0, 20.0, math.inf]
+    assert lane.drop_late(9.9) == []
+    assert lane.drop_late(10.0) == [soon]
+    assert (lane.ready, lane.ready_of("b"), lane.ready_of("c")) == (2, 0, 1)
+
+
+def test_rows_that_get_no_slots_have_no_pace() -> None:
+    now = [0.0]
+    pace = Pace(lambda: now[0])
+    for _ in range(10):
+        assert pace.rows_a_second is None
+        pace.tick(busy=True)
+        now[0] += 1.0
+    now[0] += 5.0
+    pace.tick(busy=True)
+    assert pace.rows_a_second == 0.0
+
+
 # What to claim.
-
-
-def test_claims_are_shared_evenly_between_owners() -> None:
-    works = [BatchWork("b1", "k1", 500), BatchWork("b2", "k1", 500), BatchWork("c", "k2", 500)]
-    wants = Lane().wants(works, 16)
-    assert sum(want.limit for want in wants) == 16
-    owners = {work.batch: work.owner for work in works}
-    by_owner: Counter[str] = Counter()
-    for want in wants:
-        by_owner[owners[want.batch or ""]] += want.limit
-    assert by_owner == {"k1": 8, "k2": 8}
 
 
 def test_claims_take_what_there_is_and_no_more_than_is_wanted() -> None:
@@ -296,116 +268,3 @@ def test_claims_are_for_groups_under_way_first() -> None:
     lane.next()
     assert [want.prefix for want in lane.wants([work], 8)] == [2, 4]
     assert all(want.limit == 4 for want in lane.wants([work], 8))
-
-
-def test_claims_for_batches_in_danger_come_first() -> None:
-    works = [BatchWork("b1", "k1", 500), BatchWork("c", "k2", 10)]
-    assert Lane().wants(works, 16, ["c"])[0] == Pick(10, RequestKind.LINE, "c")
-
-
-# Simulated: nodes with slots, each of which has read some prefixes.
-
-
-@dataclass
-class Simulated:
-    """A fleet without a network. A row takes a second for each 10 tokens, and reads its prefix."""
-
-    rows: list[StoredRow]
-    nodes: int = 2
-    slots: int = 4
-    prefix_seconds: float = 5.0
-    grouped: bool = True
-    now: float = 0.0
-    prefixes_read: int = 0
-    ends: list[float] = field(default_factory=list)
-    """When each node has ended its last row."""
-    running: list[tuple[float, int, int, StoredRow]] = field(default_factory=list)
-    cached: list[list[int]] = field(default_factory=list)
-    """Prefixes of each node, the last used last; it keeps as many as it has slots."""
-
-    def run(self) -> float:
-        """Run all rows; returns the seconds."""
-        lane, order = Lane(self.nodes if self.grouped else 10_000), count()
-        self.ends, self.cached = [0.0] * self.nodes, [[] for _ in range(self.nodes)]
-        free = dict.fromkeys(range(self.nodes), self.slots)
-        while self.rows or lane.ready or self.running:
-            self.claim(lane)
-            while any(free.values()) and (row := lane.next()) is not None:
-                node = self.place(row, free)
-                free[node] -= 1
-                seconds = row.max_tokens / 10 + self.read(node, row.prefix)
-                heapq.heappush(self.running, (self.now + seconds, next(order), node, row))
-            if not self.running:
-                continue
-            self.now, _, node, row = heapq.heappop(self.running)
-            self.ends[node] = self.now
-            free[node] += 1
-            lane.ended(row)
-        return self.now
-
-    def claim(self, lane: Lane) -> None:
-        groups: tuple[PrefixGroup, ...] = ()
-        if self.grouped:
-            counts = Counter(row.prefix for row in self.rows)
-            groups = tuple(
-                PrefixGroup(prefix, number, *self.lengths(prefix))
-                for prefix, number in counts.items()
-            )
-        work = BatchWork("b1", "k1", len(self.rows), groups=groups)
-        wanted = ready_wanted(self.nodes * self.slots, 0.0)
-        for want in lane.wants([work], wanted):
-            left = want.limit
-            for row in [row for row in self.rows if want.prefix in {None, row.prefix}][:left]:
-                self.rows.remove(row)
-                lane.add(row)
-
-    def lengths(self, prefix: int) -> tuple[int, int]:
-        tokens = [row.max_tokens for row in self.rows if row.prefix == prefix]
-        return max(tokens), sum(tokens)
-
-    def place(self, row: StoredRow, free: dict[int, int]) -> int:
-        """As the scheduler does: where the prefix is, else where most slots are free."""
-        nodes = [node for node, number in free.items() if number]
-        return min(nodes, key=lambda node: (row.prefix not in self.cached[node], -free[node]))
-
-    def read(self, node: int, prefix: int) -> float:
-        cached = self.cached[node]
-        known = prefix in cached
-        if known:
-            cached.remove(prefix)
-        self.prefixes_read += not known
-        self.cached[node] = [*cached, prefix][-self.slots :]
-        return 0.0 if known or not prefix else self.prefix_seconds
-
-
-def test_a_common_prefix_is_read_on_as_few_nodes_as_needed() -> None:
-    def rows() -> list[StoredRow]:
-        return [a_row(prefix=1 + number % 12) for number in range(480)]
-
-    grouped, mixed = Simulated(rows()), Simulated(rows(), grouped=False)
-    seconds, without = grouped.run(), mixed.run()
-    assert grouped.prefixes_read <= 14
-    assert mixed.prefixes_read > 80
-    assert seconds < 0.95 * without
-
-
-def test_a_single_group_gets_all_nodes() -> None:
-    fleet = Simulated([a_row(prefix=1) for _ in range(80)])
-    assert fleet.run() <= 80 / 8 * 10 + 5.0
-    assert fleet.prefixes_read == 2
-
-
-def test_the_tail_is_not_one_nodes() -> None:
-    rows = [a_row(tokens=10) for _ in range(200)] + [a_row(tokens=400) for _ in range(8)]
-    fleet = Simulated(rows)
-    whole = sum(row.max_tokens for row in rows) / 10 / 8
-    assert fleet.run() <= whole * 1.05
-    assert max(fleet.ends) - min(fleet.ends) <= 1.0
-
-
-def test_slots_are_busy_until_nothing_is_left_to_offer() -> None:
-    rows = [a_row(prefix=number % 5, tokens=20 + number % 40) for number in range(400)]
-    whole = sum(row.max_tokens for row in rows) / 10 / 8
-    fleet = Simulated(rows, prefix_seconds=0.0)
-    assert fleet.run() <= whole * 1.02 + 6.0
-    assert math.isfinite(fleet.now)

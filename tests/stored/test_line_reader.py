@@ -13,9 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.stored.line_reader import (
-    CHUNK_BYTES,
-    CHUNK_LINES,
-    LONGEST_CUSTOM_ID,
     Line,
     LineError,
     LineReader,
@@ -106,11 +103,6 @@ def test_a_file_may_not_have_more_lines_than_the_most(parts: list[bytes], most: 
             read(content, line_bytes=200, most_lines=most)
 
 
-def test_a_file_of_empty_lines_is_not_read_to_its_end() -> None:
-    with pytest.raises(TooManyLines):
-        read(b"\n" * 10_000, most_lines=100)
-
-
 @given(pieces)
 def test_each_custom_id_has_one_line(parts: list[bytes]) -> None:
     found = read(b"\n".join(parts))
@@ -126,27 +118,18 @@ def test_each_custom_id_has_one_line(parts: list[bytes]) -> None:
     [
         (b'{"custom_id": "\xff"}', "invalid_json_line", None),
         (b"[1]", "invalid_json_line", None),
-        (b"null", "invalid_json_line", None),
-        (b'"text"', "invalid_json_line", None),
         (b"{}{}", "invalid_json_line", None),
-        (b"{'a': 1}", "invalid_json_line", None),
         (b'{"custom_id": "\\ud800"}', "invalid_json_line", None),
         (b"{" * 1500, "invalid_json_line", None),
         (b'{"x":' + b"[" * 900 + b"]" * 900 + b"}", "missing_required_parameter", "custom_id"),
-        (b'{"x":' + b"9" * 1500 + b"}", "missing_required_parameter", "custom_id"),
         (b'{"custom_id": 7}', "invalid_type", "custom_id"),
-        (b'{"custom_id": null}', "invalid_type", "custom_id"),
         (b'{"custom_id": ""}', "missing_required_parameter", "custom_id"),
         (b'{"custom_id": "a\\u0000"}', "invalid_custom_id", "custom_id"),
         (BODY.replace("POST", "GET") % "{}", "invalid_method", "method"),
-        (BODY.replace('"POST"', "1") % "{}", "invalid_method", "method"),
-        (BODY.replace("chat/", "") % "{}", "invalid_url", "url"),
         (BODY.replace("/v1", "http://x/v1") % "{}", "invalid_url", "url"),
         (BODY % "[]", "invalid_type", "body"),
-        (BODY % '"{}"', "invalid_type", "body"),
         (BODY % '{"stream": true}', "streaming_unsupported", "body.stream"),
         (BODY % '{"stream": tru}', "invalid_json_line", None),
-        (BODY % '{"a": 1,}', "invalid_json_line", None),
     ],
 )
 def test_a_broken_line_has_an_error_of_its_own(
@@ -154,25 +137,11 @@ def test_a_broken_line_has_an_error_of_its_own(
 ) -> None:
     found = error(content)
     assert (found.code, found.param) == (code, param)
-    before, itself, after = read(
-        json.dumps(line("1")).encode() + b"\n"
-        + (content.encode() if isinstance(content, str) else content) + b"\n"
-        + json.dumps(line("2")).encode()
-    )  # fmt: skip
+    told = content.encode() if isinstance(content, str) else content
+    before, itself, after = read(jsonl([line("1")]) + told + b"\n" + jsonl([line("2")]))
     assert isinstance(before, LineSpec)
     assert isinstance(after, LineSpec)
-    assert itself.number == 2
-    assert after.number == 3
-
-
-@pytest.mark.parametrize("name", ["custom_id", "method", "url", "body"])
-def test_a_line_without_a_field_is_told_which(name: str) -> None:
-    without = line("a")
-    del without[name]
-    found = error(without)
-    assert (found.code, found.param) == ("missing_required_parameter", name)
-    assert found.message == f"Missing required parameter: '{name}'."
-    assert found.custom_id == (None if name == "custom_id" else "a")
+    assert (itself.number, after.number) == (2, 3)
 
 
 def test_the_first_line_with_a_custom_id_has_it_and_later_ones_get_errors() -> None:
@@ -183,18 +152,6 @@ def test_the_first_line_with_a_custom_id_has_it_and_later_ones_get_errors() -> N
     for again in (c, d):
         assert isinstance(again, LineError)
         assert (again.code, again.is_first) == ("duplicate_custom_id", False)
-
-
-@pytest.mark.parametrize("custom_id", [" ", " a ", "ä/—\u2028", "a" * LONGEST_CUSTOM_ID, "\n"])
-def test_a_custom_id_is_kept_as_it_is(custom_id: str) -> None:
-    assert spec(line(custom_id)).custom_id == custom_id
-
-
-def test_a_very_long_custom_id_is_an_error_that_repeats_it() -> None:
-    custom_id = "a" * (LONGEST_CUSTOM_ID + 1)
-    found = error(line(custom_id))
-    assert (found.code, found.custom_id) == ("invalid_custom_id", custom_id)
-    assert not found.is_first
 
 
 def test_a_line_that_is_too_long_is_an_error_of_its_own() -> None:
@@ -211,13 +168,10 @@ def test_a_line_that_is_too_long_is_an_error_of_its_own() -> None:
     [
         ({"max_tokens": 7}, 7),
         ({"max_tokens": 7, "max_completion_tokens": 9}, 9),
-        ({"max_output_tokens": 5}, 5),
         ({}, 0),
-        ({"max_tokens": None}, 0),
         ({"max_tokens": -1}, 0),
         ({"max_tokens": "7"}, 0),
         ({"max_tokens": 10**18}, 1_000_000_000),
-        ({"max_tokens": 10**300}, 0),
         ({"max_tokens": 1e300}, 1_000_000_000),
         ({"max_tokens": 7, "n_predict": 12}, 12),
         ({"max_tokens": 7, "n_predict": -1}, 0),
@@ -225,16 +179,6 @@ def test_a_line_that_is_too_long_is_an_error_of_its_own() -> None:
 )
 def test_the_longest_answer_is_estimated(fields: dict[str, Any], expected: int) -> None:
     assert spec(line("a", body={"messages": [], **fields})).max_tokens == expected
-
-
-def test_any_model_can_be_kept() -> None:
-    def model(value: Any) -> str | None:
-        return spec(line("a", body={"model": value})).model
-
-    assert model("m") == "m"
-    assert model(7) is None
-    assert model("a\0b") == "ab"
-    assert model("x" * 1000) == "x" * 256
 
 
 def test_prompts_that_begin_alike_share_a_number() -> None:
@@ -251,28 +195,6 @@ def test_prompts_that_begin_alike_share_a_number() -> None:
     assert prefix(long) < 1 << 63
 
 
-def test_prompts_are_measured() -> None:
-    body = {"messages": [{"role": "user", "content": "x" * 4000}]}
-    assert 950 < spec(line("a", body=body), line_bytes=10_000).prompt_tokens < 1100
-    ids = BODY.replace("chat/completions", "completions") % '{"prompt": [1, 2, 3]}'
-    reader = LineReader(io.BytesIO(ids.encode()), "/v1/completions", most_lines=1, line_bytes=9999)
-    (found,) = reader.read_some()
-    assert isinstance(found, LineSpec)
-    assert found.prompt_tokens == 3
-
-
-def test_a_batch_of_one_model_tells_it() -> None:
-    def model(*names: str | None) -> str | None:
-        content = jsonl(line(str(n), body={"model": name}) for n, name in enumerate(names))
-        reader = LineReader(io.BytesIO(content), CHAT, most_lines=9, line_bytes=999)
-        assert len(reader.read_some()) == reader.total == len(names)
-        return reader.model
-
-    assert model("a", "a") == "a"
-    assert model("a", "b", "c") is None
-    assert model(None, "a") is None
-
-
 def test_memory_is_bounded_whatever_the_file_holds(tmp_path: Path) -> None:
     with (tmp_path / "one endless line").open("w+b") as file:
         file.truncate(64 << 20)
@@ -283,16 +205,3 @@ def test_memory_is_bounded_whatever_the_file_holds(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert (found.length, isinstance(found, LineError)) == (64 << 20, True)
     assert peak < 4 << 20
-
-
-def test_one_call_returns_some_lines_only() -> None:
-    many = LineReader(
-        io.BytesIO(jsonl(line(str(n)) for n in range(3 * CHUNK_LINES))), CHAT,
-        most_lines=9999, line_bytes=9999, rest=lambda: None,
-    )  # fmt: skip
-    assert len(many.read_some()) == CHUNK_LINES
-    long = (line(str(n), more="x" * (CHUNK_BYTES // 4)) for n in range(20))
-    few = LineReader(
-        io.BytesIO(jsonl(long)), CHAT, most_lines=99, line_bytes=CHUNK_BYTES, rest=lambda: None
-    )
-    assert len(few.read_some()) < 20

@@ -1,9 +1,9 @@
-"""The file of an event log: what is found in it, whatever a crash has left."""
+"""Event logs of responses: what is in them whatever a crash has left, and how a run goes on."""
 
 from __future__ import annotations
 
 import asyncio
-import os
+import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,24 +13,40 @@ import pytest
 
 from gateway.api import sse
 from gateway.api.resuming import named_event
+from gateway.app.assembly import Gateway
 from gateway.stored import response_log
-from gateway.stored.folder import DiskThreads, Folder, FolderError
+from gateway.stored.folder import Folder, FolderError
+from gateway.stored.response_events import (
+    NotRepeated,
+    Repetition,
+    ResponseEvents,
+)
 from gateway.stored.response_log import (
     Extent,
     LogBroken,
     LogEnded,
     LogFull,
-    LogTaken,
     ResponseLog,
     ResponseLogs,
     Write,
     event_data,
     split_events,
 )
-from tests.gateways import until
-from tests.stored.responses_over_nodes import logged, open_logs
-from tests.stored.virtual_store import store_in_virtual_time
-from tests.virtual import in_virtual_time
+from tests.emulator import EmulatedNode
+from tests.forward.proxy_over_nodes import A_FIRST, proxy_over
+from tests.gateways import running_gateway, until
+from tests.servers import start_demo_servers
+from tests.stored.batch_gateway import key
+from tests.stored.responses_over_nodes import (
+    begin,
+    check_whole,
+    finish,
+    logged,
+    now,
+    open_logs,
+    run,
+    text_of,
+)
 
 
 def a_folder(path: Path) -> Folder:
@@ -73,17 +89,6 @@ def test_a_scan_finds_what_was_written(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_each_event_is_found_by_its_number(tmp_path: Path) -> None:
-    folder, name = a_log(tmp_path)
-    put(
-        folder, name, [events(0, 40), events(40, 1, 700_000), events(41, 1, 300_000), events(42, 9)]
-    )
-    data = folder.path(name).read_bytes()
-    for number in (0, 1, 39, 40, 41, 42, 50):
-        offset = response_log.find_event(folder, name, number)
-        assert data[offset:].split(b"\n")[1].find(b'"sequence_number":%d,' % number) > 0
-
-
 def test_whatever_is_torn_off_the_whole_events_before_it_stay(tmp_path: Path) -> None:
     folder, name = a_log(tmp_path)
     whole = events(0, 4)
@@ -107,39 +112,6 @@ def test_what_is_no_next_event_or_comment_of_one_ends_the_log(
     folder.path(name).write_bytes(whole)
     log = response_log.scan_log(folder, name)
     assert (log.events, log.size) == (found, len(events(0, 3) if found == 3 else whole))
-
-
-def test_what_another_process_adds_is_seen(tmp_path: Path) -> None:
-    folder, name = a_log(tmp_path)
-    extent = put(folder, name, [events(0, 3)])
-    with folder.path(name).open("ab") as file:
-        file.write(events(3, 3, last="failed")[:-4])
-        file.flush()
-        extent = response_log.scan_log(folder, name, extent)
-        assert (extent.events, extent.ended) == (5, False)
-        file.write(events(3, 3, last="failed")[-4:])
-        file.flush()
-    extent = response_log.scan_log(folder, name, extent)
-    assert (extent.events, extent.ended) == (6, True)
-
-
-def test_two_writers_are_noticed(tmp_path: Path) -> None:
-    folder, name = a_log(tmp_path)
-    put(folder, name, [events(0, 3)])
-    with pytest.raises(LogTaken):
-        response_log.write_log(folder, Write(name, 0, events(0, 1)))
-    results = response_log.write_logs(
-        folder, [Write(name, 0, b"x"), Write(f"events-{'0' * 32}", 0, b"")]
-    )
-    assert [type(result) for result in results] == [LogTaken, FileNotFoundError]
-    assert response_log.scan_log(folder, name).events == 3
-
-
-def test_a_full_folder_takes_no_new_log(tmp_path: Path) -> None:
-    folder = Folder(tmp_path / "folder", most_bytes=lambda: 10, spare_bytes=0)
-    folder.open()
-    with pytest.raises(FolderError, match="folder_bytes"):
-        response_log.create_log(folder)
 
 
 END: dict[str, Any] = {"type": "response.completed", "response": {}}
@@ -188,31 +160,6 @@ async def test_pending_bytes_are_bounded(tmp_path: Path) -> None:
             assert waiting * 4000 <= response_log.MOST_PENDING_BYTES + 8000
 
 
-@in_virtual_time
-async def test_many_logs_are_written_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rounds = 0
-    write_all = response_log.write_logs
-
-    def counted(*arguments: Any) -> Any:
-        nonlocal rounds
-        rounds += 1
-        return write_all(*arguments)
-
-    monkeypatch.setattr(response_log, "write_logs", counted)
-    with store_in_virtual_time():
-        async with open_logs(tmp_path) as logs:
-            open_ones = [await logs.create() for _ in range(100)]
-            for _ in range(20):
-                for log in open_ones:
-                    await log.append(values(1))
-                await asyncio.sleep(0.01)
-            await asyncio.gather(*(log.flush() for log in open_ones))
-            assert all(log.extent.events == 20 for log in open_ones)
-            assert rounds <= 15
-
-
 async def test_a_disk_that_fails_fails_the_log_and_no_other(tmp_path: Path) -> None:
     async with open_logs(tmp_path) as logs:
         broken, good = await logs.create(), await logs.create()
@@ -229,48 +176,6 @@ async def test_a_disk_that_fails_fails_the_log_and_no_other(tmp_path: Path) -> N
         assert broken.broken
         await good.flush()
         assert good.extent.events == 1
-
-
-async def test_what_was_written_is_brought_to_the_disk_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rounds: list[list[str]] = []
-
-    def sync_logs(_: Folder, names: list[str]) -> None:
-        rounds.append(names)
-        if len(rounds) == 1:
-            raise FolderError("the disk is away", "mount it")
-
-    monkeypatch.setattr(response_log, "sync_logs", sync_logs)
-    monkeypatch.setattr(response_log, "SYNC_SECONDS", 0.1)
-    async with open_logs(tmp_path) as logs:
-        first, second = await logs.create(), await logs.create()
-        for log in (second, first, second):
-            await log.append(values(1))
-            await log.flush()
-        await until(lambda: rounds == [sorted([first.name, second.name])])
-        await second.append(values(1))
-        await until(lambda: rounds[1:] == [[second.name]])
-
-
-async def test_what_is_pending_is_written_at_the_end_of_the_process(tmp_path: Path) -> None:
-    async with open_logs(tmp_path) as logs:
-        log = await logs.create()
-        await log.append(values(3))
-    async with open_logs(tmp_path) as logs:
-        assert len(await logged(logs, log.name)) == 3
-
-
-async def test_a_deleted_log_is_gone(tmp_path: Path) -> None:
-    async with open_logs(tmp_path) as logs:
-        log = await logs.create()
-        await log.append(values(3))
-        await log.flush()
-        await logs.delete(log.name)
-        assert log.broken
-        assert not logs.folder.path(log.name).exists()
-        with pytest.raises(FileNotFoundError):
-            await logs.open(log.name)
 
 
 async def test_a_torn_log_is_written_on_behind_its_whole_events(tmp_path: Path) -> None:
@@ -290,52 +195,6 @@ async def test_a_torn_log_is_written_on_behind_its_whole_events(tmp_path: Path) 
         assert [one["sequence_number"] for one in await logged(logs, name)] == [0, 1, 2, 3]
 
 
-async def test_two_openings_are_one_log(tmp_path: Path) -> None:
-    async with open_logs(tmp_path) as logs:
-        log = await logs.create()
-        await log.append(values(1))
-        await log.flush()
-        await log.stop_writing()
-        name = log.name
-        del log
-        one, other = await asyncio.gather(logs.open(name), logs.open(name, to_write=True))
-        assert one is other
-        await one.append([END])
-        await other.flush()
-        del one, other
-        await until(lambda: len(logs._open) == 0)
-
-
-async def test_the_end_is_on_the_disk_before_it_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced: list[int] = []
-    monkeypatch.setattr(os, "fdatasync", lambda fd: synced.append(os.fstat(fd).st_size))
-    async with open_logs(tmp_path) as logs:
-        log = await logs.create()
-        await log.append(values(1))
-        await log.append([END])
-        await until(lambda: log.ended)
-        assert log.size in synced
-
-
-@in_virtual_time
-async def test_what_was_written_is_synced_soon(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced: list[int] = []
-    monkeypatch.setattr(os, "fdatasync", lambda fd: synced.append(os.fstat(fd).st_size))
-    with store_in_virtual_time():
-        async with open_logs(tmp_path) as logs:
-            log = await logs.create()
-            await log.append(values(1))
-            await until(lambda: log.size in synced and log.size > 0, 10)
-
-
-def test_the_limits_are_what_the_words_say() -> None:
-    assert response_log.COMMIT_SECONDS <= 0.05
-
-
 async def test_nobody_waits_for_logs_that_have_closed(tmp_path: Path) -> None:
     async with open_logs(tmp_path) as logs, asyncio.timeout(60):
         early = await logs.create()
@@ -345,22 +204,6 @@ async def test_nobody_waits_for_logs_that_have_closed(tmp_path: Path) -> None:
             with pytest.raises(LogBroken):
                 await log.append(values(1))
             await log.flush()
-
-
-async def test_a_log_whose_flush_is_late_takes_nothing_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(response_log, "FLUSH_SECONDS", 0.1)
-    folder = Folder(tmp_path / "folder", most_bytes=lambda: 1 << 30, spare_bytes=0)
-    folder.open()
-    logs = ResponseLogs(folder, DiskThreads(), lambda: 1 << 20)
-    log = await logs.create()
-    await log.append(values(1))
-    with pytest.raises(LogBroken):
-        await log.flush()
-    with pytest.raises(LogBroken):
-        await log.append(values(1))
-    logs.threads.close()
 
 
 def value(number: int) -> dict[str, Any]:
@@ -436,18 +279,6 @@ async def test_silence_is_broken_by_a_comment(
         await pieces.aclose()
 
 
-async def test_without_an_end_the_followers_break(tmp_path: Path) -> None:
-    async with open_logs(tmp_path) as logs:
-        log = await logs.create()
-        await log.append([value(0)])
-        one = asyncio.create_task(read(logs, log.name))
-        other = asyncio.create_task(read(logs, log.name, 7))
-        await until(lambda: len(log.waiters) == 2)
-    for reader in (one, other):
-        with pytest.raises(LogBroken):
-            await reader
-
-
 async def test_a_log_of_another_process_is_followed_too(tmp_path: Path) -> None:
     async with open_logs(tmp_path) as ours, open_logs(tmp_path) as theirs:
         log = await theirs.create()
@@ -496,3 +327,288 @@ async def test_followers_that_can_return_are_cut_the_others_stay(tmp_path: Path)
         await log.append([END])
         assert numbers(await waits[1]) == [1]
         await kept.aclose()
+
+
+def a_run(*deltas: str) -> list[dict[str, Any]]:
+    """Events of an item with this text."""
+    values = [{"type": "response.output_text.delta", "delta": delta} for delta in deltas]
+    text = "".join(deltas)
+    added = {"type": "response.output_item.added", "item": {"id": "i"}}
+    return [added, *values, {"type": "response.output_item.done", "item": {"text": text}}]
+
+
+def test_the_same_text_passes_however_it_is_cut_and_no_other() -> None:
+    for seen in range(1, 5):
+        repetition = Repetition(a_run("one ", "te", "xt")[:seen])
+        parts = [repetition.new_part(value) for value in a_run("on", "e t", "ext")]
+        assert repetition.done
+        said = "".join(part.get("delta", "") for part in parts if part is not None)
+        assert said == "one text".removeprefix("".join(("one ", "te", "xt")[: seen - 1]))
+    for seen, other in ((2, "other text"), (9, "one"), (9, "one text more")):
+        repetition = Repetition(a_run("one ", "te", "xt")[:seen])
+        with pytest.raises(NotRepeated):
+            list(map(repetition.new_part, a_run(other)))
+
+
+_RESPONSE = {"id": "resp_n", "object": "response", "status": "in_progress"}
+
+
+def node_events(count: int = 5, prefix: str = "n", *, tools: bool = False) -> bytes:
+    """The events of a node, as llama.cpp writes them."""
+    message = {"id": f"msg_{prefix}", "type": "message", "role": "assistant", "content": []}
+    words = [f"w{number} " for number in range(count)]
+    part = {"type": "output_text", "text": "".join(words), "annotations": [], "logprobs": []}
+    done = message | {"content": [part], "status": "completed"}
+    values: list[dict[str, Any]] = [
+        {"type": "response.created", "response": _RESPONSE},
+        {"type": "response.in_progress", "response": _RESPONSE},
+        {"type": "response.output_item.added", "item": message | {"status": "in_progress"}},
+        {"type": "response.content_part.added", "item_id": f"msg_{prefix}",
+         "part": {"type": "output_text", "text": ""}},
+    ]  # fmt: skip
+    kind = "response.output_text.delta"
+    values += [{"type": kind, "item_id": f"msg_{prefix}", "delta": word} for word in words]
+    output: list[dict[str, Any]] = [done]
+    values += [
+        {"type": "response.output_text.done", "item_id": f"msg_{prefix}", "text": part["text"]},
+        {"type": "response.content_part.done", "item_id": f"msg_{prefix}", "part": part},
+        {"type": "response.output_item.done", "item": done},
+    ]
+    if tools:
+        call: dict[str, Any] = {"id": f"fc_{prefix}", "type": "function_call", "name": "f"}
+        call |= {"call_id": f"call_{prefix}", "arguments": "{}"}
+        output.append(call)
+        values += [
+            {"type": "response.output_item.added", "item": call | {"arguments": ""}},
+            {"type": "response.function_call_arguments.delta", "item_id": f"fc_{prefix}",
+             "delta": "{}"},
+            {"type": "response.output_item.done", "item": call},
+        ]  # fmt: skip
+    usage = {"input_tokens": 3, "output_tokens": count, "total_tokens": count + 3}
+    end = {**_RESPONSE, "status": "completed", "output": output, "usage": usage, "model": "m"}
+    values.append({"type": "response.completed", "response": end})
+    return b"".join(map(named_event, values))
+
+
+async def test_events_get_our_numbers_and_ids(tmp_path: Path) -> None:
+    async with open_logs(tmp_path) as logs:
+        events = await begin(logs)
+        await events.write(node_events(tools=True))
+        await events.close()
+        values = await logged(logs, events.name)
+        response: dict[str, Any] = values[-1]["response"]
+        assert [value["sequence_number"] for value in values] == list(range(len(values)))
+        assert values[-1]["type"] == "response.completed"
+        assert response["usage"]["output_tokens"] == 5
+        kinds = [value["type"].removeprefix("response.") for value in values[:4]]
+        assert kinds == ["created", "queued", "in_progress", "output_item.added"]
+        assert [values[n]["response"]["status"] for n in range(3)] == [
+            "queued", "queued", "in_progress",
+        ]  # fmt: skip
+        call = response["output"][1]
+        assert call["id"] == "fc_00000000000aff0001"
+        assert call["call_id"] == "call_00000000000aff0001"
+        assert b"msg_n" not in json.dumps(values).encode()
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_any_cut_of_the_bytes_gives_the_same_log(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    whole = node_events(30, tools=seed % 2 == 0)
+    pieces = list(sse.split(whole))
+    async with open_logs(tmp_path) as logs:
+        found = []
+        for cuts in (0, rng.randrange(1, len(pieces))):
+            events = await begin(logs)
+            at = sorted(rng.sample(range(1, len(pieces)), cuts))
+            for start, end in zip([0, *at], [*at, len(pieces)], strict=True):
+                await events.write(b"".join(pieces[start:end]))
+                if rng.random() < 0.1:
+                    await events._log.flush()
+            await events.close()
+            found.append(logs.folder.path(events.name).read_bytes())
+        assert found[0] == found[1]
+
+
+async def test_a_cancelled_response_ends_as_failed_with_what_it_has(tmp_path: Path) -> None:
+    async with open_logs(tmp_path) as logs:
+        events = await begin(logs)
+        await events.write(b"".join(list(sse.split(node_events()))[:7]))
+        await events.cancel()
+        values = await logged(logs, events.name)
+        response = check_whole(values, "response.failed")
+        assert (response["status"], response["error"]) == ("cancelled", None)
+        assert response["output"][0]["content"][0]["text"] == text_of(values) == "w0 w1 w2 "
+        assert await events.response() == response
+        await events.close()
+
+
+async def test_of_two_that_end_a_response_that_never_ran_one_is_first(tmp_path: Path) -> None:
+    async with open_logs(tmp_path) as logs:
+        first = await begin(logs)
+        name = first.name
+        assert ((await first.response())["status"], (await first.response())["output"]) == (
+            "queued", [],
+        )  # fmt: skip
+        await first.close()
+        both = [await ResponseEvents.reopen(logs, name, now) for _ in range(2)]
+        assert [events.begun for events in both] == [None, None]
+        ends = [events.fail("server_error", "an end") for events in both]
+        await asyncio.gather(*ends)
+        for events in both:
+            await events.close()
+        kinds = [value["type"] for value in await logged(logs, name)]
+        assert kinds == ["response.created", "response.queued", "response.failed"]
+
+
+async def test_an_error_event_becomes_a_failed_response(tmp_path: Path) -> None:
+    async with (
+        proxy_over(tmp_path, node := EmulatedNode(), keys=[key()]) as proxy,
+        open_logs(tmp_path) as logs,
+    ):
+        events = await begin(logs, tools=[{"type": "function", "name": "f"}])
+        node.faults.next("reset", after_events=8)
+        outcome = await run(proxy.app, events, tools=[{"type": "function", "name": "f"}])
+        assert outcome.failed_on_nodes
+        assert not events.ended
+        await finish(events, outcome)
+        await events.close()
+        values = await logged(logs, events.name)
+        response = check_whole(values, "response.failed")
+        assert (response["status"], response["error"]["code"]) == ("failed", "node_failed")
+        assert all("error" not in value for value in values)
+
+
+@pytest.mark.parametrize("cut", [1, 4, 9, 25])
+async def test_a_lost_run_goes_on_where_it_was(tmp_path: Path, cut: int) -> None:
+    """The process is gone after `cut` tokens: the next goes on from what was written."""
+    nodes = (EmulatedNode(), EmulatedNode())
+    async with (
+        proxy_over(tmp_path, *nodes, keys=[key()], nodes=A_FIRST) as proxy,
+        open_logs(tmp_path) as logs,
+    ):
+        whole = await begin(logs)
+        outcome = await run(proxy.app, whole)
+        await whole.close()
+        expected = text_of(await logged(logs, whole.name))
+        events = await begin(logs)
+        await cut_run(proxy.app, events, cut)
+        events = await ResponseEvents.reopen(logs, events.name, now)
+        assert events.begun is not None
+        again = await run(proxy.app, events)
+        await finish(events, again)
+        await events.close()
+        values = await logged(logs, events.name)
+        response = check_whole(values, "response.completed")
+        assert text_of(values) == expected
+        first = (await logged(logs, whole.name))[-1]["response"]
+        for name in ("input_tokens", "output_tokens", "total_tokens"):
+            assert response["usage"][name] == first["usage"][name]
+        assert response["model"] == first["model"] == "demo"
+        assert again.usage is not None
+        assert outcome.record.completion_tokens == again.record.completion_tokens
+        assert outcome.record.prompt_tokens == again.record.prompt_tokens
+
+
+async def cut_run(app: Gateway, events: ResponseEvents, tokens: int, **body: Any) -> None:
+    """Run it, and end the run after so many tokens as the end of the process does."""
+    stopped = asyncio.Event()
+    written = events.write
+
+    async def write(events: bytes) -> None:
+        for event in sse.split(events):
+            if stopped.is_set():
+                return
+            await written(event)
+            count = sum(b".delta\n" in one for one in seen) + (b".delta\n" in event)
+            seen.append(event)
+            if count >= tokens:
+                stopped.set()
+
+    seen: list[bytes] = []
+    events.write = write  # type: ignore[method-assign]
+    running = asyncio.create_task(run(app, events, **body))
+    await until(stopped.is_set)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await events.close()
+
+
+TOOLS = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
+
+
+async def test_what_no_node_can_continue_is_run_anew_and_must_be_the_same(tmp_path: Path) -> None:
+    async with (
+        proxy_over(tmp_path, EmulatedNode(), keys=[key()]) as proxy,
+        open_logs(tmp_path) as logs,
+    ):
+        whole = await begin(logs)
+        await run(proxy.app, whole, tools=TOOLS)
+        await whole.close()
+        events = await begin(logs)
+        await cut_run(proxy.app, events, 7, tools=TOOLS)
+        events = await ResponseEvents.reopen(logs, events.name, now)
+        await finish(events, await run(proxy.app, events, tools=TOOLS))
+        await events.close()
+        values = await logged(logs, events.name)
+        check_whole(values, "response.completed")
+        assert text_of(values) == text_of(await logged(logs, whole.name))
+
+
+async def test_what_may_come_out_otherwise_fails(tmp_path: Path) -> None:
+    async with (
+        proxy_over(tmp_path, EmulatedNode(), keys=[key()]) as proxy,
+        open_logs(tmp_path) as logs,
+    ):
+        events = await begin(logs)
+        await cut_run(proxy.app, events, 7, tools=TOOLS, temperature=1)
+        events = await ResponseEvents.reopen(logs, events.name, now)
+        outcome = await run(proxy.app, events, tools=TOOLS, temperature=1)
+        assert outcome.error_code == "response_interrupted"
+        await finish(events, outcome)
+        await events.close()
+        values = await logged(logs, events.name)
+        response = check_whole(values, "response.failed")
+        assert response["error"]["code"] == "response_interrupted"
+        assert response["output"][0]["content"][0]["text"] == text_of(values) != ""
+
+
+STORY = {
+    "input": [{"role": "user", "content": "tell me a story"}], "instructions": "be long",
+    "max_output_tokens": 300, "temperature": 0, "seed": 7, "ignore_eos": True,
+}  # fmt: skip
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.smoke
+@pytest.mark.timeout(600)
+async def test_a_real_response_goes_on_from_its_log(tmp_path: Path) -> None:
+    settings = {"health": {"interval": 0.5}}
+    async with (
+        start_demo_servers(2, slots=1, context=4096, extra=("--exact",)) as urls,
+        running_gateway(tmp_path, urls, settings) as running,
+        open_logs(tmp_path) as logs,
+    ):
+        app = running.gateway
+        whole = await begin(logs, **STORY)
+        first = await run(app, whole, owner="anonymous:127.0.0.1", **STORY)
+        await whole.close()
+        expected = await logged(logs, whole.name)
+        check_whole(expected, "response.incomplete")
+        for cut in (1, 2, 7, 30, 101, 222, 299):
+            events = await begin(logs, **STORY)
+            await cut_run(app, events, cut, owner="anonymous:127.0.0.1", **STORY)
+            events = await ResponseEvents.reopen(logs, events.name, now)
+            assert events.begun is not None
+            again = await run(app, events, owner="anonymous:127.0.0.1", **STORY)
+            await finish(events, again)
+            await events.close()
+            values = await logged(logs, events.name)
+            response = check_whole(values, "response.incomplete")
+            assert text_of(values) == text_of(expected), f"cut after {cut} tokens"
+            usage = expected[-1]["response"]["usage"]
+            assert response["usage"]["input_tokens"] == usage["input_tokens"]
+            assert response["usage"]["output_tokens"] == usage["output_tokens"] == 300
+            assert again.record.completion_tokens == first.record.completion_tokens == 300
+            assert response["incomplete_details"] == {"reason": "max_output_tokens"}

@@ -10,14 +10,12 @@ import pytest
 
 from gateway.errors import GatewayError
 from gateway.web.background import (
-    LONGEST_OPTION,
     MOST_ECHOED_BYTES,
     body_to_run,
     conversation_of,
     echoed_fields,
     input_items,
     listed_item,
-    may_ask_to_store,
     read_fields,
     read_options,
 )
@@ -27,23 +25,6 @@ ANSWER = {"type": "message", "id": "msg_1", "role": "assistant", "content": []}
 
 def fields(**body: Any) -> Any:
     return read_fields(json.dumps({"model": "m", "input": "hello", **body}).encode())
-
-
-def test_a_usual_request_is_told_without_parsing() -> None:
-    assert not may_ask_to_store(b'{"input": "background, store"}')
-    assert may_ask_to_store(b'{"input": "x", "store": true}')
-
-
-def test_nulls_are_as_if_nothing_was_said() -> None:
-    options = read_options(fields(background=None, store=None, previous_response_id=None))
-    assert (options.background, options.store, options.previous_response_id) == (None, None, None)
-
-
-def test_nodes_get_a_stream_and_nothing_that_is_for_the_gateway() -> None:
-    given = fields(background=True, store=True, metadata={"a": "b"}, temperature=0.5)
-    assert json.loads(body_to_run(given, [], 1000)) == {
-        "model": "m", "input": "hello", "temperature": 0.5, "stream": True
-    }  # fmt: skip
 
 
 def test_a_conversation_is_put_before_the_input_within_the_limit() -> None:
@@ -96,10 +77,3 @@ def test_a_response_repeats_no_more_than_some_bytes_of_its_request() -> None:
     long = "x" * MOST_ECHOED_BYTES
     fields = read_fields(msgspec.json.encode({"tools": [long], "user": "ann", "other": 1}))
     assert echoed_fields(fields, ("tools", "user")) == {"user": "ann"}
-
-
-def test_an_option_of_the_gateways_own_is_short() -> None:
-    fields = read_fields(msgspec.json.encode({"metadata": {"a": "x" * LONGEST_OPTION}}))
-    with pytest.raises(GatewayError) as refused:
-        read_options(fields)
-    assert (refused.value.status, refused.value.param) == (400, "metadata")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import signal
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -139,25 +137,4 @@ async def test_waiting_work_goes_on_over_handovers(tmp_path: Path) -> None:
         assert again.data == stays.data
         # A process that is succeeded brings to an end what it runs: nothing ran twice.
         assert node.requests == LINES + 1
-    check_ledger(tmp_path)
-
-
-async def test_waiting_work_goes_on_after_an_end_and_a_new_start(tmp_path: Path) -> None:
-    async with a_node() as node:
-        async with a_gateway(tmp_path, node) as (line, client):
-            await (work := Work(client)).begin()
-            leaves, stays = Follower(work.response), Follower(work.response)
-            await leaves.run(client, LIMIT, until_event=20)
-            following = asyncio.create_task(stays.follow(client))
-            await work.until_recorded(40)
-            os.kill(line.newest, signal.SIGTERM)
-            with pytest.raises(httpx.TransportError):
-                await asyncio.wait_for(following, LIMIT)
-            assert not stays.has_ended
-            assert await asyncio.wait_for(line.first.wait(), LIMIT) == 0
-        async with a_gateway(tmp_path, node) as (line, client):
-            work.client = client
-            await asyncio.gather(leaves.run(client, LIMIT), stays.run(client, LIMIT))
-            await check_batch(work)
-            await check_response(work, leaves, stays)
     check_ledger(tmp_path)

@@ -2,12 +2,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from sqlalchemy import Connection, func, select
 
-from gateway.events import InventoryChanged
 from gateway.store.failures import StoreUnavailable
 from gateway.store.schema import audit as audit_table
 from gateway.store.store import Store
@@ -33,12 +32,7 @@ async def test_changes_are_kept_in_the_store_and_shown_the_latest_first(store_ur
         trail.record("alice", "operator", "drain", "a", details={"deadline": "5"})
         trail.record("file", None, "inventory", outcome="invalid_configuration")
         newest, oldest = await trail.entries(AuditQuery())
-        assert (oldest.at, oldest.actor, oldest.role, oldest.action) == (
-            1_000.0,
-            "alice",
-            "operator",
-            "drain",
-        )
+        assert (oldest.at, oldest.actor, oldest.role) == (1_000.0, "alice", "operator")
         assert (oldest.target, oldest.outcome, oldest.details) == ("a", "done", {"deadline": "5"})
         assert (newest.role, newest.outcome) == (None, "invalid_configuration")
         assert newest.id > oldest.id
@@ -48,20 +42,25 @@ async def test_changes_are_kept_in_the_store_and_shown_the_latest_first(store_ur
         assert len(await again.entries(AuditQuery())) == 3
 
 
-async def test_time_page_and_limit_bound_what_is_shown(store_url: str) -> None:
+async def test_entries_are_found_by_time_page_action_and_target(store_url: str) -> None:
     with opened(store_url) as store:
         for trail in (AuditTrail(ticking(), store), AuditTrail(ticking())):
             for number in range(10):
-                trail.record("alice", "admin", "probe", str(number))
+                trail.record(
+                    "alice", "admin", "keys.create" if number % 2 else "keysize", f"{number}%"
+                )
 
-            async def targets(query: AuditQuery, trail: AuditTrail = trail) -> str:
-                return "".join(one.target for one in await trail.entries(query))
+            async def targets(trail: AuditTrail = trail, **query: Any) -> str:
+                found = await trail.entries(AuditQuery(**query))
+                return "".join(one.target[0] for one in found)
 
-            assert await targets(AuditQuery(limit=3)) == "987"
-            assert await targets(AuditQuery(since=1_007.0)) == "987"
-            assert await targets(AuditQuery(until=1_002.0)) == "10"
+            assert await targets(limit=3) == await targets(since=1_007.0) == "987"
+            assert await targets(until=1_002.0) == "10"
             last = (await trail.entries(AuditQuery(limit=3)))[-1]
-            assert await targets(AuditQuery(before=last.id, limit=3)) == "654"
+            assert await targets(before=last.id, limit=3) == "654"
+            assert await targets(action="keys") == await targets(action="keys.create") == "97531"
+            assert await targets(action="keysize", target="2%") == "2"
+            assert await targets(action="k%") == await targets(target="%") == ""
 
 
 class StoreWithLostAnswers(Store):
@@ -94,17 +93,26 @@ async def test_a_write_whose_answer_is_lost_is_repeated_and_done_once(store_url:
         work.cancel()
 
 
-async def test_a_store_that_stays_away_costs_bounded_memory_and_is_told(store_url: str) -> None:
+async def test_a_store_that_stays_away_costs_bounded_memory_and_refusals_push_no_change_out(
+    store_url: str,
+) -> None:
     with opened(store_url) as store:
-        pass
-    trail = AuditTrail(ticking(), store)
+        pass  # It is closed: what is recorded waits.
+    away, memory = AuditTrail(ticking(), store), AuditTrail(ticking())
+    for trail in (away, memory):
+        trail.record("alice", "admin", "probe", "a")
+        for number in range(2 * MOST_PENDING):
+            trail.record("bob", "viewer", "drain", str(number), "role_required", refused=True)
+        assert trail.lost == 0
+    found = await memory.entries(AuditQuery(limit=10 * MOST_PENDING))
+    assert (len(found), found[-1].target) == (MOST_REFUSED_PENDING + 1, "a")
     for number in range(MOST_PENDING + 5):
-        trail.record("alice", "admin", "probe", str(number))
-    assert trail.lost == 5
+        away.record("alice", "admin", "probe", str(number))
+    assert away.lost == 6
     with pytest.raises(StoreUnavailable):
-        await trail.flush()
+        await away.flush()
     with pytest.raises(StoreUnavailable):
-        await trail.entries(AuditQuery())
+        await away.entries(AuditQuery())
 
 
 async def test_refused_attempts_push_no_change_out_of_the_store(store_url: str) -> None:
@@ -126,71 +134,9 @@ async def test_refused_attempts_push_no_change_out_of_the_store(store_url: str) 
         assert len(found) == 8
 
 
-async def test_refused_attempts_push_no_change_out_of_memory(store_url: str) -> None:
-    with opened(store_url) as store:
-        pass  # It is closed: what is recorded waits.
-    for trail in (AuditTrail(ticking(), store), AuditTrail(ticking())):
-        trail.record("alice", "admin", "probe", "a")
-        for number in range(2 * MOST_PENDING):
-            trail.record("bob", "viewer", "drain", str(number), "role_required", refused=True)
-        assert trail.lost == 0
-    # The last of them has no store.
-    found = await trail.entries(AuditQuery(limit=10 * MOST_PENDING))
-    assert (len(found), found[-1].target) == (MOST_REFUSED_PENDING + 1, "a")
-    assert found[0].id > found[1].id
-
-
-async def test_entries_are_found_by_action_and_target(store_url: str) -> None:
-    with opened(store_url) as store:
-        for trail in (AuditTrail(ticking(), store), AuditTrail(ticking())):
-            for action in ("keys.create", "keys.revoke", "keysize", "drain"):
-                trail.record("alice", "admin", action, "a")
-                trail.record("alice", "admin", action, "b%")
-
-            async def found(
-                trail: AuditTrail = trail, *, action: str | None = None, target: str | None = None
-            ) -> list[str]:
-                query = AuditQuery(action=action, target=target)
-                return [f"{one.action} {one.target}" for one in await trail.entries(query)]
-
-            assert await found(action="drain", target="a") == ["drain a"]
-            assert len(await found(action="keys")) == 4
-            assert await found(action="keys.revoke") == ["keys.revoke b%", "keys.revoke a"]
-            assert await found(action="k%") == await found(target="%") == []
-
-
 async def test_a_target_that_no_database_can_store_is_recorded(store_url: str) -> None:
     with opened(store_url) as store:
         trail = AuditTrail(ticking(), store)
         trail.record("bob", "viewer", "drain", "a\0b\ud800c", "role_required", refused=True)
         await trail.flush()
         assert [one.target for one in await trail.entries(AuditQuery())] == ["a?b?c"]
-
-
-async def test_without_a_store_the_last_changes_are_shown() -> None:
-    trail = AuditTrail(ticking())
-    for number in range(MOST_PENDING + 5):
-        trail.record("alice", "admin", "probe", str(number))
-    found = await trail.entries(AuditQuery(limit=10 * MOST_PENDING))
-    assert (len(found), found[0].target, found[-1].target) == (
-        MOST_PENDING,
-        str(MOST_PENDING + 4),
-        "5",
-    )
-    assert trail.lost == 0
-
-
-async def test_long_texts_are_shortened_and_nothing_is_told_of_files_that_did_not_change() -> None:
-    trail = AuditTrail(ticking())
-    trail.record("alice", "admin", "cancel", "x" * 10_000, details={"y" * 10_000: "z" * 10_000})
-    (entry,) = await trail.entries(AuditQuery())
-    assert len(entry.target) < 300
-    assert all(len(key + value) < 600 for key, value in entry.details.items())
-    trail.record_settings("file", [], invalid=False)
-    trail.record_inventory("file", InventoryChanged())
-    assert len(await trail.entries(AuditQuery())) == 1
-    trail.record_settings("file", ["queue", "keys"], invalid=False)
-    trail.record_inventory("file", None)
-    newest, before, _ = await trail.entries(AuditQuery())
-    assert before.details == {"changed": "queue, keys"}
-    assert newest.outcome == "invalid_configuration"

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.admin.status import MetricsSource
+from gateway.admin.status import MOST_SAMPLES, MetricsSource, add_node_metrics, read_node_metrics
 from gateway.events import AttemptEnded, EventBus, ModelLoadChanged, NodeChanged, RequestRecord
 from gateway.nodes.router import UNLOAD_CAUSES
 from gateway.terms import Priority
@@ -24,10 +24,7 @@ from gateway.watch.metrics import (
     Metrics,
     MetricsPage,
     NodeSample,
-    labels,
-    outcome_of,
 )
-from tests.each_case import each_case
 from tests.watch.metric_source import a_source
 
 P = "llama_gateway_"
@@ -35,22 +32,11 @@ P = "llama_gateway_"
 
 def finished(**changes: object) -> RequestRecord:
     values: dict[str, object] = {
-        "x_request_id": "r1",
-        "path": "/v1/chat/completions",
-        "model": "mistral-7b",
-        "priority": Priority.NORMAL,
-        "caller": "team",
-        "status": 200,
-        "reason": None,
-        "stream": True,
-        "node": "a",
-        "tier": "cpu",
-        "attempts": 1,
-        "queue_seconds": 0.0,
-        "ttft": 0.4,
-        "duration_seconds": 2.0,
-        "overhead_seconds": 0.0003,
-    }
+        "x_request_id": "r1", "path": "/v1/chat/completions", "model": "mistral-7b",
+        "priority": Priority.NORMAL, "caller": "team", "status": 200, "reason": None,
+        "stream": True, "node": "a", "tier": "cpu", "attempts": 1, "queue_seconds": 0.0,
+        "ttft": 0.4, "duration_seconds": 2.0, "overhead_seconds": 0.0003,
+    }  # fmt: skip
     return RequestRecord(**{**values, **changes})  # type: ignore[arg-type]
 
 
@@ -104,12 +90,6 @@ def gateway() -> Gateway:
     return Gateway()
 
 
-def test_the_page_tells_of_the_process_too(gateway: Gateway) -> None:
-    kinds = {name: family.type for name, family in gateway.scrape().families.items()}
-    assert kinds["process_resident_memory_bytes"] == "gauge"
-    assert kinds["process_open_fds"] == "gauge"
-
-
 def test_names_units_and_help_are_as_promtool_wants_them(gateway: Gateway) -> None:
     gateway.samples = [NodeSample("a", "ready", 2, 1, 1.0, 1.0)]
     gateway.publish(finished(), AttemptEnded("r1", "a", "ok", 1.0))
@@ -124,22 +104,6 @@ def test_names_units_and_help_are_as_promtool_wants_them(gateway: Gateway) -> No
             assert all(len(label) > 1 for label in sample.labels)
 
 
-def test_requests_are_counted_by_class_model_and_true_code(gateway: Gateway) -> None:
-    gateway.publish(
-        finished(),
-        finished(),
-        finished(status=499),
-        finished(priority=Priority.URGENT),
-        finished(model="unknown", status=404),
-    )
-    page = gateway.scrape()
-    count = page.value("requests_total", **{"class": "normal"}, model="mistral-7b", code="200")
-    assert count == 2
-    assert page.value("requests_total", **{"class": "normal"}, model="mistral-7b", code="499") == 1
-    assert page.value("requests_total", **{"class": "urgent"}, model="mistral-7b", code="200") == 1
-    assert page.value("requests_total", **{"class": "normal"}, model="unknown", code="404") == 1
-
-
 def test_tokens_and_cost_add_up(gateway: Gateway) -> None:
     once = finished(prompt_tokens=100, cached_tokens=60, completion_tokens=7, cost=0.25)
     gateway.publish(once, once, finished(tier="gpu", cost=1.5), finished(tier=None, status=429))
@@ -147,49 +111,11 @@ def test_tokens_and_cost_add_up(gateway: Gateway) -> None:
     assert page.value("tokens_total", model="mistral-7b", kind="prompt") == 200
     assert page.value("tokens_total", model="mistral-7b", kind="cached") == 120
     assert page.value("tokens_total", model="mistral-7b", kind="completion") == 14
-    assert page.value("cost_total", tier="cpu") == 0.5
-    assert sum(counts.requests for _, counts in gateway.metrics.counts_by_status()) == 4
     gateway.publish(once)
-    assert sum(counts.requests for _, counts in gateway.metrics.counts_by_status()) == 5
-    assert gateway.scrape().value("cost_total", tier="cpu") == 0.75
+    page = gateway.scrape()
+    assert page.value("cost_total", tier="cpu") == 0.75
     assert page.value("cost_total", tier="gpu") == 1.5
     assert page.count("cost_total") == 2
-
-
-def test_histograms_take_what_was_measured_and_leave_out_what_was_not(gateway: Gateway) -> None:
-    gateway.publish(
-        finished(duration_seconds=0.3, ttft=None, overhead_seconds=None, attempts=0),
-        finished(duration_seconds=3000.0, queue_seconds=12.0),
-        finished(duration_seconds=5000.0, queue_seconds=12.0, attempts=0),
-    )
-    page = gateway.scrape()
-    assert page.value("request_duration_seconds_count") == 3
-    assert page.value("request_duration_seconds_sum") == 8000.3
-    assert page.value("request_duration_seconds_bucket", le="0.25") == 0
-    assert page.value("request_duration_seconds_bucket", le="0.5") == 1
-    assert page.value("request_duration_seconds_bucket", le="3600.0") == 2
-    assert page.value("request_duration_seconds_bucket", le="+Inf") == 3
-    assert page.value("time_to_first_token_seconds_count") == 2
-    assert page.value("overhead_seconds_count") == 2
-    assert page.value("queue_seconds_count") == 2
-    assert page.value("queue_seconds_bucket", le="20.0") == 2
-
-
-@each_case(
-    "name",
-    [
-        "request_duration_seconds",
-        "time_to_first_token_seconds",
-        "queue_seconds",
-        "overhead_seconds",
-    ],
-)
-def test_every_histogram_reaches_one_hour_and_is_there_before_the_first_request(
-    gateway: Gateway, name: str
-) -> None:
-    page = gateway.scrape()
-    assert page.value(f"{name}_bucket", le="3600.0") == 0
-    assert page.value(f"{name}_count") == 0
 
 
 def test_a_node_is_in_one_state_and_every_other_reads_zero(gateway: Gateway) -> None:
@@ -203,25 +129,6 @@ def test_a_node_is_in_one_state_and_every_other_reads_zero(gateway: Gateway) -> 
     assert page.value("node_decode_tokens_per_second", node="a") == 16.5
     assert page.value("node_prefill_tokens_per_second", node="a") == 250.0
     assert page.value("node_decode_tokens_per_second", node="b") is None
-
-
-def test_a_removed_nodes_series_disappear(gateway: Gateway) -> None:
-    gateway.nodes("a", "b")
-    gateway.publish(AttemptEnded("r", "a", "ok", 1.0), AttemptEnded("r", "b", "reset", 1.0))
-    assert gateway.scrape().value("attempts_total", node="b", outcome="reset") == 1
-    gateway.nodes("a")
-    gateway.publish(NodeChanged("b", "ready", None, "removed from the inventory"))
-    gateway.publish(AttemptEnded("r", "b", "ok", 1.0))  # its last attempt ends after it has left
-    page = gateway.scrape()
-    assert not [key for key in page.values if ("node", "b") in key[1]]
-    assert page.value("attempts_total", node="a", outcome="ok") == 1
-
-
-def test_a_node_that_comes_back_counts_from_zero(gateway: Gateway) -> None:
-    gateway.nodes("a")
-    gateway.publish(AttemptEnded("r", "a", "ok", 1.0), NodeChanged("a", "ready", None, "removed"))
-    gateway.publish(NodeChanged("a", None, "starting", "added"), AttemptEnded("r", "a", "ok", 1.0))
-    assert gateway.scrape().value("attempts_total", node="a", outcome="ok") == 1
 
 
 def test_depth_and_age_of_the_queue_have_every_class() -> None:
@@ -298,37 +205,22 @@ def test_any_name_survives_the_text_format(names: list[str]) -> None:
         assert count == names.count(name)
 
 
-def test_a_counter_on_which_an_alert_looks_is_there_before_its_first_event(
-    gateway: Gateway,
-) -> None:
-    outcomes = ("delivered", "failed", "refused", "given_up")
-    values = [gateway.scrape().value("webhook_attempts_total", outcome=one) for one in outcomes]
-    assert values == [0, 0, 0, 0]
-
-
 # Times of requests by their labels.
-
-
-@each_case(
-    ("status", "outcome"),
-    [(200, "ok"), (400, "rejected"), (429, "rejected"), (499, "client_closed"), (502, "failed")],
-)
-def test_an_outcome_says_whose_fault_it_was(status: int, outcome: str) -> None:
-    assert outcome_of(status) == outcome
 
 
 def test_times_are_told_by_model_class_tier_and_outcome() -> None:
     gateway = Gateway()
     gateway.publish(
-        finished(duration_seconds=2.0, ttft=0.4, queue_seconds=3.0),
-        finished(duration_seconds=9.0, ttft=None, tier="gpu", priority=Priority.URGENT, status=502),
-        finished(duration_seconds=0.1, ttft=None, tier=None, attempts=0, status=429),
-    )
+        finished(duration_seconds=2.0, queue_seconds=3.0),
+        finished(duration_seconds=5000.0, ttft=None, tier="gpu", priority=Priority.URGENT,
+                 status=502),
+        finished(duration_seconds=0.1, ttft=None, tier=None, attempts=0, overhead_seconds=None,
+                 status=429),
+    )  # fmt: skip
     page = gateway.scrape()
     normal = {"model": "mistral-7b", "class": "normal", "tier": "cpu"}
     urgent = {**normal, "class": "urgent", "tier": "gpu"}
     assert page.value("response_seconds_sum", **normal, outcome="ok") == 2.0
-    assert page.value("response_seconds_bucket", **normal, outcome="ok", le="2.5") == 1
     assert page.value("response_seconds_count", **urgent, outcome="failed") == 1
     refused = {**normal, "tier": "none", "outcome": "rejected"}
     assert page.value("response_seconds_count", **refused) == 1
@@ -337,15 +229,10 @@ def test_times_are_told_by_model_class_tier_and_outcome() -> None:
     assert page.value("slot_wait_seconds_sum", **normal) == 3.0
     assert page.value("slot_wait_seconds_count", **urgent) == 1, "it has not waited"
     assert page.value("slot_wait_seconds_count", **{**normal, "tier": "none"}) is None
-
-
-def test_models_beyond_the_bound_are_counted_together() -> None:
-    gateway = Gateway()
-    gateway.publish(*(finished(model=f"m{n}") for n in range(MOST_LABEL_SETS + 50)))
-    page = gateway.scrape()
-    assert page.count("first_token_seconds_count") == MOST_LABEL_SETS + 1
-    other = {"model": "other", "class": "normal", "tier": "cpu"}
-    assert page.value("first_token_seconds_count", **other) == 50
+    assert page.value("request_duration_seconds_bucket", le="3600.0") == 2
+    assert page.value("request_duration_seconds_bucket", le="+Inf") == 3
+    assert page.value("time_to_first_token_seconds_count") == 1
+    assert page.value("overhead_seconds_count") == page.value("queue_seconds_count") == 2
 
 
 def test_open_telemetrys_names_are_there_only_if_they_are_asked_for() -> None:
@@ -365,16 +252,15 @@ def test_open_telemetrys_names_are_there_only_if_they_are_asked_for() -> None:
     }
 
     def value(name: str, **named: str) -> float | None:
-        return values.get((name, tuple(sorted(named.items()))))
+        return values.get((f"gen_ai_{name}", tuple(sorted({**chat, **named}.items()))))
 
-    assert value("gen_ai_server_request_duration_seconds_sum", **chat, error_type="") == 2.5
-    assert value("gen_ai_server_time_to_first_token_seconds_sum", **chat) == 0.5
-    per_token = value("gen_ai_server_time_per_output_token_seconds_sum", **chat)
-    assert per_token == pytest.approx(0.2)
-    assert value("gen_ai_client_token_usage_sum", **chat, gen_ai_token_type="input") == 40
-    assert value("gen_ai_client_token_usage_sum", **chat, gen_ai_token_type="output") == 11
-    failed = {**chat, "gen_ai_operation_name": "embeddings", "error_type": "503"}
-    assert value("gen_ai_server_request_duration_seconds_count", **failed) == 1
+    assert value("server_request_duration_seconds_sum", error_type="") == 2.5
+    assert value("server_time_to_first_token_seconds_sum") == 0.5
+    assert value("server_time_per_output_token_seconds_sum") == pytest.approx(0.2)
+    assert value("client_token_usage_sum", gen_ai_token_type="input") == 40
+    assert value("client_token_usage_sum", gen_ai_token_type="output") == 11
+    failed = {"gen_ai_operation_name": "embeddings", "error_type": "503"}
+    assert value("server_request_duration_seconds_count", **failed) == 1
     durations = [key for key in values if key[0] == "gen_ai_server_request_duration_seconds_count"]
     assert len(durations) == 2, "what generates nothing is left out"
 
@@ -396,17 +282,6 @@ def test_a_histograms_buckets_hold_values_up_to_their_bound(values: list[float])
         assert read[name] == sum(value <= bound for value in values)
     assert read["h_count"] == len(values)
     assert read["h_sum"] == pytest.approx(sum(values))
-
-
-def test_values_that_are_not_finite_are_written_as_prometheus_reads_them() -> None:
-    def written(values: Iterable[float]) -> list[float]:
-        page = MetricsPage("")
-        page.family("g", [(labels(n=str(n)), v) for n, v in enumerate(values)], help_text="m")
-        (family,) = text_string_to_metric_families("".join(page.steps()))
-        return [sample.value for sample in family.samples]
-
-    assert written([math.inf, -math.inf, 1e-7, 3]) == [math.inf, -math.inf, 1e-7, 3]
-    assert math.isnan(written([math.nan])[0])
 
 
 def an_instance(model: str, state: str, router: str = "r1") -> NodeSample:
@@ -435,8 +310,8 @@ def changed(change: str, seconds: float | None = None, cause: str = "") -> Model
     return ModelLoadChanged("r1", "m", change, seconds, "why", by_others=False, cause=cause)
 
 
-def test_loads_and_unloads_are_counted_by_result_and_reason(gateway: Gateway) -> None:
-    gateway.samples = [NodeSample("r1", "ready", 0, 0)]
+def test_loads_and_unloads_are_counted_until_their_node_is_removed(gateway: Gateway) -> None:
+    gateway.nodes("r1", "a")
     gateway.publish(
         *(changed("loading"), changed("loaded", 12.0), changed("failed")),
         changed("loaded"),  # as it was found
@@ -448,8 +323,14 @@ def test_loads_and_unloads_are_counted_by_result_and_reason(gateway: Gateway) ->
     assert page.value("model_load_seconds_sum", model="m") == 12.0
     assert page.count("model_unloads_total") == len(UNLOAD_CAUSES)
     assert page.value("model_unloads_total", node="r1", model="m", reason="memory") == 1
+    gateway.publish(AttemptEnded("r", "a", "ok", 1.0), AttemptEnded("r", "r1", "reset", 1.0))
     gateway.nodes("a")
-    assert gateway.scrape().count("model_loads_total") == 0
+    gateway.publish(NodeChanged("r1", "ready", None, "removed from the inventory"))
+    gateway.publish(AttemptEnded("r", "r1", "ok", 1.0))  # it ends after its node has left
+    page = gateway.scrape()
+    assert page.count("model_loads_total") == 0
+    assert page.value("attempts_total", node="a", outcome="ok") == 1
+    assert not [key for key in page.values if ("node", "r1") in key[1]]
 
 
 def test_models_of_routers_are_bounded_series(gateway: Gateway) -> None:
@@ -461,3 +342,51 @@ def test_models_of_routers_are_bounded_series(gateway: Gateway) -> None:
     assert page.count("model_instances") == MOST_INSTANCES + 1
     assert page.value("model_instances", model="other", node="other", state="unloaded") == 50
     assert page.count("model_load_seconds_count") == MOST_LABEL_SETS + 1
+
+
+PAGE = b"""# HELP llamacpp:prompt_tokens_total Number of prompt tokens processed.
+# TYPE llamacpp:prompt_tokens_total counter
+llamacpp:prompt_tokens_total 1200
+# HELP llamacpp:predicted_tokens_seconds Average generation throughput in tokens/s.
+# TYPE llamacpp:predicted_tokens_seconds gauge
+llamacpp:predicted_tokens_seconds 17.25
+"""
+
+
+def shown(**pages: bytes) -> list[tuple[str, dict[str, str], float]]:
+    """The samples of a page, as Prometheus parses it, of nodes with these texts."""
+    read = {name: families for name, text in pages.items() if (families := read_node_metrics(text))}
+    page = MetricsPage("")
+    add_node_metrics(page, read)
+    return [
+        (sample.name, sample.labels, sample.value)
+        for family in text_string_to_metric_families("".join(page.steps()))
+        for sample in family.samples
+    ]
+
+
+def test_each_sample_gets_the_name_of_its_node_and_each_family_is_there_once() -> None:
+    assert shown(a=PAGE, b=PAGE.replace(b"1200", b"7")) == [
+        ("llamacpp:prompt_tokens_total", {"node": "a"}, 1200.0),
+        ("llamacpp:prompt_tokens_total", {"node": "b"}, 7.0),
+        ("llamacpp:predicted_tokens_seconds", {"node": "a"}, 17.25),
+        ("llamacpp:predicted_tokens_seconds", {"node": "b"}, 17.25),
+    ]
+
+
+def test_only_llama_cpps_own_families_pass_and_without_labels_of_their_own() -> None:
+    text = b'python_info{secret="x"} 1\nllamacpp:kv{prompt="secret",node="b"} 2\nup 0\n'
+    assert shown(a=text) == [("llamacpp:kv", {"node": "a"}, 2.0)]
+
+
+def test_a_node_cannot_add_lines_or_endless_samples() -> None:
+    text = b"".join(b"llamacpp:n%d 1\n" % number for number in range(5 * MOST_SAMPLES))
+    assert len(shown(a=text)) == MOST_SAMPLES
+    hostile = b"# HELP llamacpp:x a\\n# TYPE y\xff \x1b[31m red\nllamacpp:x 1 # {a=\nllamacpp:x 2\n"
+    assert shown(a=hostile) == [("llamacpp:x", {"node": "a"}, 2.0)]
+
+
+@given(st.binary(max_size=400), st.binary(max_size=40))
+def test_whatever_a_node_says_the_page_stays_readable(noise: bytes, name: bytes) -> None:
+    text = b"llamacpp:" + name + b" 1\n" + noise + b"\nllamacpp:kept 3\n" + noise
+    assert ("llamacpp:kept", {"node": "a"}, 3.0) in shown(a=text) or b"llamacpp:kept" in noise

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 from gateway.events import RequestRecord
-from gateway.lease import NOTHING_TRIED
 from gateway.schedule.decision_log import (
     Decision,
     Grant,
     Queueing,
     Refusal,
 )
-from gateway.terms import Priority, RequestTrace
+from gateway.terms import Priority, RequestTrace, Traceparent
+from gateway.watch.otlp import OtlpSender, encode
+from gateway.watch.request_tracing import (
+    MOST_WAITING,
+    Allowance,
+    Sampler,
+    TraceCounts,
+    TraceExporter,
+)
 from gateway.watch.spans import MOST_DECISIONS, EndedRequest, Span, spans_of
+from tests.nodes.build import Clock
+from tests.watch.tracing.collector import decoded
 
 PATH = "/v1/chat/completions"
 
@@ -85,20 +100,6 @@ def test_a_resumption_lasts_from_the_end_of_one_node_to_the_content_of_the_next(
     assert [span.error for span in found if span.name == "attempt"] == ["reset", None]
 
 
-def test_a_resumption_that_fails_says_so_and_one_that_yielded_says_why() -> None:
-    first = grant(11.0, 1, first_content_at=12.0, ended_at=14.0, outcome="yielded")
-    second = grant(14.5, 2, resumes=True, times_yielded=1, ended_at=15.0, outcome="reset")
-    (resume,) = [span for span in spans(first, second) if span.name == "resume"]
-    assert (resume.start, resume.end, resume.error) == (14.0, 15.0, "reset")
-    assert resume.attributes["llama_gateway.reason"] == "yielded"
-
-
-def test_an_attempt_that_has_not_ended_ends_with_the_request() -> None:
-    _, attempt = spans(grant(11.0, 1, tried=NOTHING_TRIED))
-    assert (attempt.end, attempt.error) == (20.0, None)
-    assert "llama_gateway.outcome" not in attempt.attributes
-
-
 def test_each_of_several_prompts_has_a_span_of_its_own() -> None:
     found = spans(
         grant(11.0, 1, "req_1.0", ended_at=13.0, outcome="ok"),
@@ -120,12 +121,133 @@ def test_however_much_was_decided_the_spans_are_bounded() -> None:
     assert len(spans(*many)) == 1 + 2 * MOST_DECISIONS
 
 
-def test_a_node_is_named_and_long_names_are_cut() -> None:
-    root, attempt = spans(grant(11.0, 1), node="epyc-a", attempts=1, caller="x" * 1000)
-    assert attempt.attributes["llama_gateway.node"] == "epyc-a"
-    assert len(str(root.attributes["llama_gateway.caller"])) < 300
+def test_a_message_has_ids_times_and_the_service_and_any_text() -> None:
+    trace = RequestTrace("1" * 32, "2" * 16, "req_1", 10.0)
+    record = RequestRecord("mine", PATH, status=502, reason="node_failed", caller="a\ud83d")
+    granted = [grant(11.0, 1, ttft=math.inf, outcome="reset")]
+    ended = EndedRequest(trace, record, 20.0, granted, 1_000)
+    root, attempt = decoded(encode([ended], "site-a"))
+    assert (root.trace_id, root.parent_id, root.service) == ("1" * 32, "2" * 16, "site-a")
+    assert (root.start, root.end) == (10_000_001_000, 20_000_001_000)
+    assert (root.kind, root.failed, attempt.failed) == ("server", True, True)
+    assert root.attributes["llama_gateway.caller"] == "a?"
+    assert attempt.attributes["error.type"] == "reset"
+    assert "llama_gateway.expected_time_to_first_token" not in attempt.attributes
+    assert attempt.attributes["llama_gateway.expected_seconds"] == 2.0
 
 
-def test_a_span_is_a_plain_value() -> None:
-    (root,) = spans(ttft=math.inf)
-    assert dataclasses.asdict(root)["attributes"]["http.route"] == PATH
+LIMIT = 30.0
+
+
+def wait_for(condition: Callable[[], bool], limit: float) -> None:
+    end = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < end, f"not within {limit} s"
+        time.sleep(0.005)
+
+
+def ended(number: int = 1) -> EndedRequest:
+    record = RequestRecord(f"req_{number}", "/v1/chat/completions")
+    return EndedRequest(RequestTrace("1" * 32, None, f"req_{number}", 0.0), record, 1.0, [], 0)
+
+
+@dataclass
+class FakeSender(OtlpSender):
+    """Takes traces, until it hangs or fails."""
+
+    free: threading.Event = field(default_factory=threading.Event)
+    """While it is not set, `send` does not return."""
+    entered: threading.Event = field(default_factory=threading.Event)
+    batches: list[int] = field(default_factory=list)
+    fails_at: int = 0
+    interrupted: bool = False
+    closed: bool = False
+
+    def __post_init__(self) -> None:
+        self.free.set()
+
+    def send(self, requests: Sequence[EndedRequest]) -> bool:
+        self.entered.set()
+        assert self.free.wait(LIMIT)
+        self.batches.append(len(requests))
+        if len(self.batches) == self.fails_at:
+            raise ValueError
+        return True
+
+    def interrupt(self) -> None:
+        self.interrupted = True
+        self.free.set()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_message_that_fails_ends_nothing_and_what_waits_at_the_end_is_sent() -> None:
+    sender, counts = FakeSender(fails_at=1), TraceCounts()
+    exporter = TraceExporter(lambda: sender, counts, batch_seconds=LIMIT, batch_traces=2)
+    for number in range(5):
+        exporter.export(ended(number))
+    exporter.close(LIMIT)
+    assert sender.batches == [2, 2, 1]
+    assert (counts.exported, counts.not_queued, counts.not_sent) == (3, 0, 2)
+    assert not exporter.running
+    assert sender.closed
+
+
+def test_a_collector_that_hangs_costs_bounded_memory_and_the_end_does_not_wait() -> None:
+    sender, counts = FakeSender(), TraceCounts()
+    sender.free.clear()
+    exporter = TraceExporter(lambda: sender, counts, batch_seconds=0.0, batch_traces=1)
+    exporter.export(ended())
+    assert sender.entered.wait(LIMIT)
+    began = time.monotonic()
+    for number in range(MOST_WAITING + 10):
+        exporter.export(ended(number))
+    assert counts.not_queued == 10
+    exporter.close(0.1)
+    assert time.monotonic() - began < LIMIT / 2
+    assert sender.interrupted
+    # Once it is free, the thread counts what is left and ends.
+    wait_for(lambda: not exporter.running, LIMIT)
+    assert counts.not_sent == MOST_WAITING
+
+
+CLIENT = Traceparent("1" * 32, "1" * 16, sampled=True)
+SILENT = Traceparent("1" * 32, "1" * 16, sampled=False)
+
+
+def sampler(share: float, beyond: float = 0.0, clock: Clock | None = None) -> Sampler:
+    return Sampler(share, beyond, draw=random.Random(7).random, clock=clock or Clock())
+
+
+@pytest.mark.parametrize(
+    ("share", "least", "most"), [(0, 0, 0), (0.05, 400, 600), (1, 10**4, 10**4)]
+)
+def test_the_share_is_traced(share: float, least: int, most: int) -> None:
+    one = sampler(share)
+    assert least <= sum(one.takes(None) for _ in range(10_000)) <= most
+
+
+def test_a_trace_that_the_client_has_not_recorded_is_left_alone() -> None:
+    assert not any(sampler(1.0, 1.0).takes(SILENT) for _ in range(100))
+
+
+def test_a_trace_that_the_client_has_recorded_has_the_chance_of_any_and_an_allowance() -> None:
+    clock = Clock()
+    one = sampler(0.0, 2.0, clock)
+    assert sum(one.takes(CLIENT) for _ in range(1000)) == 2
+    clock.now += 1.0
+    assert sum(one.takes(CLIENT) for _ in range(1000)) == 2
+    one = sampler(0.05)
+    assert 400 <= sum(one.takes(CLIENT) for _ in range(10_000)) <= 600
+
+
+def test_an_allowance_below_one_a_second_is_saved_up() -> None:
+    clock = Clock()
+    allowance = Allowance(0.1, clock)
+    taken = 0
+    for _ in range(1000):
+        taken += allowance.take()
+        clock.now += 0.1
+    assert 10 <= taken <= 12
+    assert not Allowance(0.0, clock).take()

@@ -1,4 +1,4 @@
-"""The unit files that are shipped in deploy/systemd."""
+"""Unit files and compose files that are shipped, as far as they can be tried by themselves."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from gateway.app.startup import Options, store_location
 from gateway.callers.callers import is_loopback
 from gateway.config.settings import Settings
+from tests.deploy.balancer_files import DEPLOY
 
-FOLDER = Path(__file__).parents[2] / "deploy/systemd"
+FOLDER = DEPLOY / "systemd"
 PROGRAM = "#!/bin/sh\nenv\necho ARGUMENTS=$*\n"
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -87,23 +90,6 @@ def test_the_command_gives_the_program_what_the_service_has(tmp_path: Path) -> N
     assert got["TERM"] == "dumb"
 
 
-def test_what_the_caller_names_goes_before_the_services_files(tmp_path: Path) -> None:
-    got = run_command(tmp_path, LLAMA_GATEWAY_CONFIG="mine.yaml")  # no `environment` here
-    assert got["LLAMA_GATEWAY_CONFIG"] == "mine.yaml"
-    assert got["LLAMA_GATEWAY_NODES"].endswith("/etc/llama-gateway/nodes.yaml")
-
-
-def test_the_command_runs_the_program_of_the_unit_with_its_files() -> None:
-    (start,) = lines("llama-gateway.service", "ExecStart")
-    (secrets,) = lines("llama-gateway.service", "EnvironmentFile")
-    words = (FOLDER / "llama-gateway.py").read_text()
-    program, *_ = start.split()
-    assert f'PROGRAM = Path("{program}")' in words
-    folders = {str(Path(word).parent) for word in start.split() if word.endswith(".yaml")}
-    assert folders == {str(Path(secrets.removeprefix("-")).parent)} == {"/etc/llama-gateway"}
-    assert 'FOLDER = Path("/etc/llama-gateway")' in words
-
-
 @pytest.mark.parametrize("name", ["llama-server@.service", "llama-router@.service"])
 def test_a_server_reads_its_key_from_a_file(name: str) -> None:
     (start,) = lines(name, "ExecStart")
@@ -112,12 +98,49 @@ def test_a_server_reads_its_key_from_a_file(name: str) -> None:
     assert credential.startswith("api.key:")
 
 
-def test_a_router_differs_from_a_server_in_its_models_alone() -> None:
-    server, router = (
-        (FOLDER / f"llama-{name}@.service").read_text().partition("[Unit]")[2]
-        for name in ("server", "router")
-    )
-    models = "--models-dir ${MODELS} --models-max 0"
-    assert router == server.replace("--model ${MODEL}", models).replace(
-        "server %i", "server %i, models on demand"
-    )
+CONTAINER = DEPLOY / "container"
+COMPOSE = ["compose.yaml", "cluster.yaml"]
+
+
+def services(name: str) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = yaml.safe_load((CONTAINER / name).read_text())["services"]
+    return found
+
+
+@pytest.mark.parametrize("name", COMPOSE)
+def test_ports_are_published_on_loopback_alone_and_the_admin_page_is_among_them(name: str) -> None:
+    every = services(name)
+    ports = [port for one in every.values() for port in one.get("ports", [])]
+    assert {port.split(":")[0] for port in ports} == {"127.0.0.1"}
+    gateways = [one for one in every.values() if one.get("build", {}).get("target") == "gateway"]
+    staying = [one for one in gateways if "restart" in one]
+    assert all(any(port.endswith(":8001") for port in one["ports"]) for one in staying)
+
+
+def test_the_key_of_the_admin_page_is_made_once_and_the_settings_take_it(tmp_path: Path) -> None:
+    one = services("compose.yaml")["admin-key"]
+    (script, inside) = one["command"]
+    settings = (CONTAINER / "config/gateway.yaml").read_text()
+    assert yaml.safe_load(settings)["admin"]["key_file"] == inside
+    path = tmp_path / "admin.key"
+    (tmp_path / "gateway.yaml").write_text(settings.replace(inside, str(path)))
+
+    def make() -> str:
+        command = [*one["entrypoint"], script.replace("$$", "$"), str(path)]
+        subprocess.run(command, check=True, timeout=30)
+        assert path.stat().st_mode & 0o777 == 0o600
+        return path.read_text()
+
+    def check() -> subprocess.CompletedProcess[str]:
+        files = {"NODES": CONTAINER / "config/nodes.yaml", "CONFIG": tmp_path / "gateway.yaml"}
+        return subprocess.run(
+            [sys.executable, "-m", "gateway", "check", "--host", "0.0.0.0"],
+            env=os.environ | {f"LLAMA_GATEWAY_{key}": str(file) for key, file in files.items()},
+            capture_output=True, text=True, check=False, timeout=60,
+        )  # fmt: skip
+
+    assert check().returncode == 2, "without its key the gateway does not start"
+    key = make()
+    assert len(key.strip()) >= 40
+    assert make() == key
+    assert check().returncode == 0, check().stderr
