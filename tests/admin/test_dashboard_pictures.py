@@ -22,7 +22,7 @@ from gateway.callers.keys import AdminRole, new_key
 from gateway.watch.history import STEP_SECONDS
 from tests.admin.browser import a_browser, a_page, needs_browser
 from tests.admin.test_dashboard import ADMIN, KEYS, a_fleet, streams
-from tests.admin.test_dashboard_models import order
+from tests.admin.test_dashboard_settings import order
 from tests.emulator import EmulatedNode
 from tests.emulator.routed_model import HostMemory, ModelFile
 from tests.emulator.router import EmulatedRouter

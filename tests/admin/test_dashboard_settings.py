@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import re
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.async_api import expect
+from playwright.async_api import FilePayload, expect
 
 from gateway.callers.keys import AdminRole
 from tests.admin.browser import confirm, needs_browser, opened_at
@@ -20,7 +23,11 @@ from tests.admin.test_dashboard import (
     node_card,
     opened,
 )
-from tests.gateways import Running, until
+from tests.emulator import EmulatedNode
+from tests.emulator.routed_model import HostMemory, ModelFile
+from tests.emulator.router import EmulatedRouter
+from tests.gateways import Running, running_gateway, until
+from tests.stored.batch_gateway import CALM, KEY, key, lines
 
 pytestmark = [pytest.mark.slow, needs_browser]
 
@@ -138,3 +145,112 @@ async def test_a_node_shows_its_day_and_what_its_cache_has_saved(tmp_path: Path)
         await expect(page.locator("#nodes .node")).to_have_count(2)
         await page.go_back()
         await expect(page.locator("#day .uplot")).to_have_count(3)
+
+
+# Routers: their memory, and the models that fill it.
+
+
+HOSTILE_NAME = "<img src=x onerror=alert(1)>'\"</script>/x"
+GIB = 1 << 30
+FILES = {
+    "small": ModelFile(memory=2 * GIB),
+    HOSTILE_NAME: ModelFile(memory=4 * GIB, load_seconds=2.0),
+    "large": ModelFile(memory=9 * GIB, load_seconds=60.0),
+}
+SIZES = {"models": {name: {"memory": f"{file.memory}"} for name, file in FILES.items()}}
+
+
+async def order(running: Running, verb: str, model: str, node: str = "r1") -> None:
+    """Order a router to load, unload, pin or unpin a model."""
+    body = {"order": verb, "model": model, "node": node}
+    response = await running.admin.post("/admin/placements", json=body)
+    assert response.status_code == 200, response.text
+
+
+async def test_the_memory_of_a_host_fills_with_models_whatever_their_names(tmp_path: Path) -> None:
+    memory, name = HostMemory(64 * GIB), f"r1/{HOSTILE_NAME}"
+    router = EmulatedRouter(FILES, models_max=0, memory=memory, slots=2, decode_tps=20)
+    async with router:
+        spec = {"name": "r1", "url": router.url, "host": "big", "memory": "16GiB"}
+        async with (
+            running_gateway(tmp_path, [spec], SIZES, wait_ready=False) as running,
+            opened(running, at="models") as page,
+        ):
+            nodes, picture = running.gateway.fleet.nodes, page.locator("#models")
+            await expect(picture).to_contain_text("big 0 MiB of 16.0 GiB taken")
+            await order(running, "pin", "small")
+            await order(running, "load", HOSTILE_NAME)
+            row = picture.locator("li[data-model]").filter(has_text=name)
+            await expect(row).to_contain_text("ready, 4.0 GiB, 0 of 2 slots busy")
+            small = "r1/small ready, 2.0 GiB, 0 of 2 slots busy, pinned"
+            await expect(picture).to_contain_text(small)
+            await expect(picture).to_contain_text("big 6.0 GiB of 16.0 GiB taken")
+            bars = await picture.locator("rect.filled").all()
+            assert [await bar.get_attribute("width") for bar in bars] == ["248", "123"]
+            # One that is being loaded tells how far it is.
+            await order(running, "load", "large")
+            loading = picture.locator("li[data-model]").filter(has_text="r1/large")
+            await expect(loading).to_contain_text(re.compile(r"loading, \d+ %, 9.0 GiB"))
+            await row.get_by_role("link").click()
+            shown = page.locator("#node")
+            await shown.get_by_role("button", name="Drain").click()
+            await confirm(page, HOSTILE_NAME)
+            await expect(shown.locator(".state")).to_contain_text("draining")
+            assert nodes[name].draining
+            assert await page.locator("#page img, #page script").count() == 0
+
+
+# Batches.
+
+
+HOSTILE_KEY = "<img src=x onerror=alert(1)>\u202e"
+
+
+async def test_a_batch_is_uploaded_followed_paused_cancelled_and_downloaded(
+    tmp_path: Path,
+) -> None:
+    node = EmulatedNode(slots=1, decode_tps=4, answer_tokens=20)
+    content = "".join(json.dumps(one) + "\n" for one in [*lines(40), {"custom_id": HOSTILE_KEY}])
+    async with (
+        running_gateway(tmp_path, [node], {"keys": [key(name=HOSTILE_KEY)], **CALM}) as running,
+        opened_at(running.admin_url, at="batches") as watched,
+    ):
+        page = watched.page
+        await page.get_by_text("Upload a batch").click()
+        file: FilePayload = {"name": "in.jsonl", "mimeType": "", "buffer": content.encode()}
+        await page.get_by_label("File").set_input_files(file)
+        for name in ("nobody", "k1"):
+            await page.get_by_label("For the key").fill(name)
+            await page.get_by_role("button", name="Upload", exact=True).click()
+            if name == "nobody":
+                alert = page.get_by_role("alert")
+                await expect(alert).to_contain_text("There is no key 'nobody'")
+
+        batch = page.locator("#batch")
+        await expect(batch).to_contain_text(" of 41 lines")
+        await expect(batch).to_contain_text("<img src=x onerror=alert(1)>\ufffd")
+        await expect(batch.locator("dd", has_text="before the deadline")).to_be_visible()
+        await batch.get_by_role("button", name="Pause").click()
+        await expect(batch).to_contain_text("It waits: paused")
+        await batch.get_by_role("button", name="Resume").click()
+        await expect(batch).not_to_contain_text("It waits: paused")
+
+        # The list leads back to it, by a filter that the address has.
+        await page.get_by_role("link", name="All batches").click()
+        await expect(page.locator("#batches tbody tr")).to_have_count(1)
+        await page.get_by_label("Show").select_option("ended")
+        await expect(page.locator("#batches")).to_contain_text("There are no such batches")
+        assert page.url.endswith("#/batches?state=ended")
+        await page.get_by_label("Show").select_option("")
+        await page.locator("#batches tbody a").click()
+
+        await batch.get_by_role("button", name="Cancel").click()
+        await confirm(page, "will never run")
+        await expect(batch).to_contain_text("batch_cancelled")
+        async with page.expect_download() as saved:
+            await batch.get_by_role("button", name="Download errors").click()
+        found = await asyncio.to_thread((await (await saved.value).path()).read_text)
+        assert any(json.loads(one)["custom_id"] == "line-39" for one in found.splitlines())
+        assert KEY not in await page.content()
+        # Of the key that there is not.
+        assert [one.partition(" of ")[2] for one in watched.trouble] == ["404 (Not Found)"]

@@ -23,8 +23,7 @@ from sqlalchemy import update
 from gateway.callers.keys import new_key
 from gateway.store.schema import usage
 from tests.admin.browser import needs_browser
-from tests.admin.test_dashboard import opened
-from tests.admin.test_dashboard_requests import ask
+from tests.admin.test_dashboard import ask, opened
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 from tests.stored.batch_gateway import lines

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -64,20 +63,6 @@ async def test_a_paused_model_takes_no_request_and_others_do() -> None:
 
 
 @in_virtual_time
-async def test_what_runs_ends_by_itself_and_what_waits_is_refused() -> None:
-    async with two_models() as (gateway, node):
-        running = asyncio.create_task(gateway.chat(model="demo"))
-        await gateway.until(lambda: node.busy == 1)
-        waiting = asyncio.create_task(gateway.chat(model="demo"))
-        await gateway.until(lambda: len(gateway.scheduler.waiters) == 1)
-        await act(gateway, "demo", "pause")
-        refused = await asyncio.wait_for(waiting, 30)
-        answered = await asyncio.wait_for(running, 60)
-    assert (refused.status_code, error_of(refused)["code"]) == (503, "model_paused")
-    assert answered.status_code == 200
-
-
-@in_virtual_time
 async def test_an_alias_goes_on_with_the_models_that_are_left() -> None:
     async with two_models(ALIASES) as (gateway, _):
         await act(gateway, "demo", "pause")
@@ -122,19 +107,3 @@ async def test_a_pause_and_a_cap_of_a_model_hold_for_its_servers_other_names(
     assert [(one["name"], one["paused"]) for one in models] == [("hidden", True), ("nick", True)]
     assert status["models_paused"] == [name]
     assert again.status_code == 200
-
-
-@in_virtual_time
-async def test_nodes_of_one_model_that_differ_are_told() -> None:
-    async with bare_gateway(
-        EmulatedNode(build="b1-one"), EmulatedNode(build="b2-two", context=8192)
-    ) as gateway:
-        status = (await gateway.admin.get("/admin/status")).json()
-        (model,) = (await gateway.admin.get("/admin/models")).json()["models"]
-    differences = {one["what"]: one for one in status["model_differences"]}
-    assert set(differences) == {"build", "context"}
-    assert differences["build"]["values"] == [
-        {"value": "b1-one", "count": 1, "nodes": ["a"]},
-        {"value": "b2-two", "count": 1, "nodes": ["b"]},
-    ]
-    assert model["differences"] == [one["summary"] for one in status["model_differences"]]

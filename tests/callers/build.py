@@ -66,12 +66,16 @@ class FlakyStore:
     asked: list[float] = field(default_factory=list)
     """The loop's times at which it was asked."""
     more_changes: int = 0
+    location: Any = None
 
     @property
     def changes(self) -> int:
         return self.more_changes + getattr(self.behind, "changes", 0)
 
-    async def run(self, job: Callable[[Connection], T], /, *, write: bool = True) -> T:
+    async def wait_opened(self, seconds: float) -> bool:
+        return seconds > 0
+
+    async def run(self, job: Callable[[Connection], T], /, *, write: bool = True, **_: Any) -> T:
         self.asked.append(asyncio.get_running_loop().time())
         failure = self.failures.pop(0) if self.failures else ""
         if self.is_away or failure == "before":
@@ -207,6 +211,17 @@ def counted(rows: list[dict[str, Any]], subject: str, wall: float) -> Counted:
         tokens(wall - 60.0),
         tokens(wall // 86400 * 86400 - 0.001),
         sum(row["cost"] for row in mine),
+    )
+
+
+def used(account: Account, clocks: Clocks) -> Counted:
+    """What an account has counted by now."""
+    now = clocks.clock()
+    return Counted(
+        int(account.requests.value(now)),
+        int(account.tokens.value(now)),
+        int(sum(account.tokens_by_day.values())),
+        sum(account.cost_by_month.values()),
     )
 
 

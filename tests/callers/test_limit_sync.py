@@ -14,8 +14,8 @@ from sqlalchemy import Connection
 
 from gateway.callers import limit_sync
 from gateway.callers.ledger import RECOVERY_SECONDS
-from gateway.callers.limit_sync import FORGET_SECONDS, LimitSync
-from gateway.callers.limits import Account, LimitBook
+from gateway.callers.limit_sync import LimitSync
+from gateway.callers.limits import LimitBook
 from gateway.callers.processes import DEAD_SECONDS
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
@@ -26,13 +26,13 @@ from gateway.terms import Caller
 from tests.callers.build import (
     NOW,
     Clocks,
-    Counted,
     FlakyStore,
     LimitedProcess,
     a_caller,
     a_lease_request,
     counted,
     read_rows,
+    used,
 )
 from tests.callers.ledger_rows import DAY, a_row, add_rows
 from tests.virtual import in_virtual_time, now
@@ -99,16 +99,6 @@ def refusal(process: LimitedProcess, caller: Caller, most: int = 1, user: str | 
     return ""
 
 
-def used(account: Account, clocks: Clocks) -> Counted:
-    now = clocks.clock()
-    return Counted(
-        int(account.requests.value(now)),
-        int(account.tokens.value(now)),
-        int(sum(account.tokens_by_day.values())),
-        sum(account.cost_by_month.values()),
-    )
-
-
 # Open requests of others.
 
 
@@ -117,8 +107,8 @@ def used(account: Account, clocks: Clocks) -> Counted:
     [
         ({"concurrency": 2}, "2 requests at one time"),
         ({"rpm": 2}, "2 requests a minute"),
-        ({"tpm": 200}, "200 tokens a minute (tpm), of which 0 are used, 200 reserved"),
         ({"tokens_per_day": 200}, "200 tokens a day (tokens_per_day), of which 0 are used, 200"),
+        ({"tpm": 200}, "200 tokens a minute (tpm), of which 0 are used, 200 reserved"),
     ],
 )
 async def test_a_long_request_of_another_process_counts_while_it_runs_and_once_at_its_end(
@@ -148,27 +138,6 @@ async def test_a_long_request_of_another_process_counts_while_it_runs_and_once_a
         rows = await world.rows()
         assert used(account, world.clocks) == counted(rows, "key:alice", world.clocks.wall())
         assert used(account, world.clocks) == used(one.account("key:alice"), world.clocks)
-
-
-async def test_a_request_that_runs_for_long_counts_in_its_own_minute_alone(
-    store_url: str, tmp_path: Path
-) -> None:
-    alice = a_caller(limits={"rpm": 2, "tpm": 1000})
-    async with a_world(store_url, tmp_path) as world:
-        one, other = await world.started(alice), await world.started(alice)
-        one.admit(alice, a_lease_request(0, 100))
-        for _ in range(int(2 * FORGET_SECONDS / 5)):
-            world.clocks.advance(5.0)
-            await one.step()
-            await other.step()
-        account = other.account("key:alice")
-        assert account.requests.value(world.clocks.clock()) == 0
-        assert (account.others.running, account.others.tokens) == (1, 100)
-        one.end(0, 40)
-        await one.step()
-        await other.step()
-        assert account.requests.value(world.clocks.clock()) == 0
-        assert account.tokens.value(world.clocks.clock()) == 40
 
 
 async def test_rows_behind_a_recovery_that_nobody_could_confirm_are_counted_by_others(
@@ -259,30 +228,6 @@ async def test_a_start_without_the_store_admits_and_counts_all_when_it_comes(
         assert "1000 tokens a day" in refusal(late, alice, 21)
 
 
-async def test_while_the_store_is_away_each_counts_its_own_use_and_afterwards_that_of_all(
-    store_url: str, tmp_path: Path
-) -> None:
-    alice = a_caller(limits={"tokens_per_day": 1000})
-    async with a_world(store_url, tmp_path) as world:
-        both = [await world.started(alice) for _ in range(2)]
-        for process in both:
-            with without_its_store(process):
-                for _ in range(10):
-                    assert refusal(process, alice, 100) == ""
-                    process.end(0, 60)
-                    process.bus.flush()
-                assert "of which 600 are used" in refusal(process, alice, 401)
-        for _ in range(2):
-            world.clocks.advance(20.0)  # they have waited before they try again
-            for process in both:
-                await process.step()
-        found = counted(await world.rows(), "key:alice", world.clocks.wall())
-        assert found.day_tokens == 1200
-        for process in both:
-            assert used(process.account("key:alice"), world.clocks) == found
-            assert "of which 1200 are used" in refusal(process, alice)
-
-
 # Clocks that are set.
 
 
@@ -320,47 +265,6 @@ async def test_a_clock_that_was_wrong_at_the_start_frees_nothing_when_it_is_set(
         await process.step()
         assert "a budget of 4 a day" in refusal(process, alice)
         assert "a budget of 4 a month" in refusal(process, team)
-
-
-async def test_midnight_reads_no_sums_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    alice = a_caller(limits={"tokens_per_day": 100})
-    async with a_world(f"sqlite:///{tmp_path}/gateway.db", tmp_path) as world:
-        world.clocks.set_wall((NOW // DAY + 1) * DAY - 2.0)
-        process = await world.started(alice)
-        raised: list[object] = []
-        monkeypatch.setattr(Account, "raise_sums", lambda *found: raised.append(found))
-        process.admit(alice, a_lease_request(0, 100))
-        process.end(0, 100)
-        assert "100 tokens a day" in refusal(process, alice)
-        for _ in range(8):
-            world.clocks.advance(0.5)
-            await process.step()
-        assert refusal(process, alice, 100) == ""
-        assert raised == []
-
-
-async def test_a_request_that_was_admitted_before_the_clock_was_set_back_is_seen_by_others(
-    tmp_path: Path,
-) -> None:
-    """And so are those after it: a killed process loses none of them."""
-    alice = a_caller(limits={"concurrency": 2, "rpm": 100})
-    async with a_world(f"sqlite:///{tmp_path}/gateway.db", tmp_path) as world:
-        one, other = await world.started(alice), await world.started(alice)
-        one.admit(alice, a_lease_request(0, 10))
-        world.clocks.set_wall(NOW - 2 * DAY)
-        one.admit(alice, a_lease_request(0, 10))
-        world.clocks.advance(0.5)
-        account = other.account("key:alice")
-        for running in (2, 0):
-            await one.step()
-            await other.step()
-            assert account.others.running == running
-            assert ("2 requests at one time" in refusal(other, alice)) == bool(running)
-            while one.open:
-                one.end(0, 5)
-        assert account.tokens.value(world.clocks.clock()) == 10
 
 
 @in_virtual_time

@@ -61,16 +61,10 @@ class RoutedModels:
 
     async def load(self, name: str) -> None:
         """Load this model by the router's own API, and wait until the gateway knows."""
-        await command(self.routers[self._number(name)], "load", _model(name))
-        await self.running.gateway.fleet.probe(name.partition("/")[0])
+        router, _, model = name.partition("/")
+        await command(self.routers[int(router[1:]) - 1], "load", model)
+        await self.running.gateway.fleet.probe(router)
         await until(lambda: self.may_work(name))
-
-    async def unload(self, name: str) -> None:
-        """Unload this model likewise, and wait until the router has done it."""
-        await command(self.routers[self._number(name)], "unload", _model(name))
-
-    def _number(self, name: str) -> int:
-        return int(name.partition("/")[0].removeprefix("r")) - 1
 
     async def ask(self, path: str, **body: Any) -> httpx.Response:
         return await self.running.client.post(path, json={**BODIES.get(path, {}), **body})
@@ -90,14 +84,6 @@ class RoutedModels:
 
         await until(look, limit)
         return busy[0]
-
-    async def settled(self) -> None:
-        """Wait until no request is left."""
-        await until(lambda: not self.running.held(), 30.0, self.running.held)
-
-
-def _model(name: str) -> str:
-    return name.partition("/")[2]
 
 
 @asynccontextmanager
@@ -127,7 +113,7 @@ async def routed_models(
         for name in loaded:
             await found.load(name)
         yield found
-        await found.settled()
+        await until(lambda: not running.held(), 30.0, running.held)
     log = (folder / "gateway.log").read_text()
     assert "Traceback" not in log, log
 

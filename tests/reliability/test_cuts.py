@@ -20,10 +20,6 @@ def check(outcome: Outcome, *, identical: int) -> None:
     assert outcome.usage_equal >= identical * outcome.streams / 100
 
 
-async def test_resumed_streams_are_by_default_nearly_always_identical() -> None:
-    check(await run_cuts(STREAMS, 7, "text"), identical=95)
-
-
 async def test_resumed_streams_of_word_fragments_are_nearly_always_identical() -> None:
     check(await run_cuts(STREAMS, 7, "text", fragments=True), identical=90)
 

@@ -7,22 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from gateway.forward.context import MOST_UNLOADED
-from gateway.request.routes import ROUTES
 from tests.emulator.router import UNLOAD_GRACE, EmulatedRouter
 from tests.forward.proxy_over_nodes import GENERATION_PATHS, MESSAGES
-from tests.forward.test_resume import PATHS, asked_of, check_whole, text_of
+from tests.forward.test_resume import PATHS, asked_of, check_whole
 from tests.gateways import until
 from tests.reliability.routed_models import RoutedModels, command, routed_models
-from tests.servers import DemoServer, demo_model, running_router
 from tests.virtual import in_virtual_time, now
 
 CHAT = "/v1/chat/completions"
@@ -62,25 +57,6 @@ async def test_each_request_names_the_model_and_loads_nothing(tmp_path: Path, pa
         for seen in router.models["a"].node.seen:
             assert json.loads(seen.body)["model"] == "a"
             assert seen.query == "autoload=false"
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [("/v1/completions", {"prompt": ["say", "it"]}), ("/v1/embeddings", {"input": ["say", "it"]})],
-)
-@in_virtual_time
-async def test_each_prompt_of_several_names_the_model(
-    tmp_path: Path, path: str, body: dict[str, Any]
-) -> None:
-    [router] = routers(1, embeddings=path == "/v1/embeddings")
-    async with routed_models(tmp_path, router, loaded=["r1/a"], default_model="a") as models:
-        for named in ({}, {"model": "a"}):
-            reply = await models.ask(path, **body, **named)
-            assert reply.status_code == 200, reply.text
-        sent = [json.loads(seen.body) for seen in router.models["a"].node.seen]
-        sent = [one for one in sent if len(one) > 1]  # the others are probes
-        assert len(sent) == (4 if path == "/v1/completions" else 2)
-        assert {one["model"] for one in sent} == {"a"}
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -145,46 +121,6 @@ async def test_a_request_that_kills_the_server_of_its_model_twice_is_refused(
         ]  # fmt: skip
 
 
-@in_virtual_time
-async def test_a_stream_whose_model_is_loaded_nowhere_again_is_told_as_an_error(
-    tmp_path: Path,
-) -> None:
-    limits = {"queue": {"max_wait": 5}}
-    async with routed_models(tmp_path, *routers(1), loaded=["r1/a", "r1/b"], **limits) as models:
-        asked = asyncio.create_task(models.stream(CHAT, model="a", ignore_eos=True))
-        other = asyncio.create_task(models.stream(CHAT, model="b", ignore_eos=True, max_tokens=60))
-        await models.busy()
-        await server_of(models, "r1/a").kill_model("a")
-        reply = await asked
-        assert "proxy error" not in reply.body.decode()
-        assert [error["code"] for error in reply.errors] == ["node_failed"]
-        assert reply.events[-1] != b"data: [DONE]\n\n"
-        assert ROUTES[CHAT].api.is_stream_complete((await other).body)
-        assert models.node("r1/b").failures == 0
-
-
-@pytest.mark.parametrize("stream", [True, False])
-@in_virtual_time
-async def test_a_server_that_dies_before_its_response_begins_has_failed_it(
-    tmp_path: Path, stream: bool
-) -> None:
-    slow = routers(prefill_tps=5)
-    async with routed_models(tmp_path, *slow) as models:
-        # Without events a router says it by a 500, with them by the end of the stream.
-        path, few = ("/v1/completions", {"prompt": "a b c d e f g h i j k l m n o p"})
-        asked = asyncio.create_task(
-            models.ask(path, model="a", stream=stream, max_tokens=2, n=1, **few)
-        )
-        await until(lambda: any(models.node(name).leased for name in BOTH))
-        lost = next(name for name in BOTH if models.node(name).leased)
-        await server_of(models, lost).until(
-            lambda: server_of(models, lost).models["a"].node.busy > 0
-        )
-        await server_of(models, lost).kill_model("a")
-        assert (await asked).status_code == 200
-        assert models.outcomes == [(lost, "reset"), (BOTH[lost == BOTH[0]], "ok")]
-
-
 def says(status: int, message: str) -> dict[str, Any]:
     error = {"code": status, "message": message, "type": "server_error"}
     return {"status": status, "body": json.dumps({"error": error})}
@@ -213,18 +149,6 @@ async def test_a_request_that_finds_its_model_not_loaded_goes_elsewhere_and_nobo
         assert set(models.outcomes) == {("r1/a", "not_loaded"), ("r2/a", "ok")}
         assert [models.node(name).failures for name in BOTH] == [0, 0]
         assert models.node("r1/a").circuit.fully_closed
-
-
-@in_virtual_time
-async def test_a_request_that_finds_its_model_not_loaded_waits_for_the_list(tmp_path: Path) -> None:
-    [router] = routers(1)
-    hours = {"health": {"interval": 3600}, "retries": {"attempts": 1}}
-    async with routed_models(tmp_path, router, loaded=["r1/a"], **hours) as models:
-        router.models["a"].node.faults.next("status", **NOT_LOADED[0])
-        assert (await models.ask(CHAT, model="a", max_tokens=2)).status_code == 200
-        assert models.outcomes == [("r1/a", "not_loaded"), ("r1/a", "ok")]
-        context = models.running.gateway.proxy_context
-        assert context.retries_left() == context.retry_budget.remaining(now(), 0.1, 10)
 
 
 @in_virtual_time
@@ -259,74 +183,3 @@ async def test_a_model_that_is_listed_as_loaded_and_never_is_ends_a_request(tmp_
         assert (reply.status_code, reply.headers["x-gateway-reason"]) == (503, "no_node")
         assert "retry-after" in reply.headers
         assert models.outcomes == [("r1/a", "not_loaded")] * (1 + MOST_UNLOADED + 2)
-
-
-@in_virtual_time
-async def test_a_model_that_no_router_has_any_more_is_refused(tmp_path: Path) -> None:
-    [router] = routers(1)
-    async with routed_models(tmp_path, router, loaded=["r1/a"]) as models:
-        router.models["a"].node.faults.set("status", **GONE)
-        reply = await models.ask(CHAT, model="a", max_tokens=2)
-        assert reply.status_code in {502, 503}, reply.text
-        assert models.outcomes == [("r1/a", "not_loaded")]
-
-
-@in_virtual_time
-async def test_a_stream_whose_next_router_has_unloaded_the_model_waits_for_it(
-    tmp_path: Path,
-) -> None:
-    async with routed_models(tmp_path, *routers()) as models:
-        body = {"model": "a", "ignore_eos": True, **asked_of(CHAT, 60)}
-        whole = await models.stream(CHAT, **body)
-        models.forget_attempts()
-        asked = asyncio.create_task(models.stream(CHAT, **body))
-        lost = await models.busy()
-        other = BOTH[lost == BOTH[0]]
-        server_of(models, other).models["a"].node.faults.next("status", path="*", **NOT_LOADED[0])
-        await server_of(models, lost).kill_model("a")
-        check_whole(CHAT, await asked, whole)
-        assert models.outcomes == [(lost, "reset"), (other, "not_loaded"), (other, "ok")]
-
-
-# Real routers.
-
-EXACT = ("--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off")
-"""Options with which a text does not depend on what a slot had cached."""
-
-
-@pytest.fixture
-def real(tmp_path: Path) -> Iterator[list[DemoServer]]:
-    """Two real routers of one model."""
-    models = tmp_path / "models"
-    models.mkdir()
-    (models / "a.gguf").symlink_to(demo_model())
-    with ExitStack() as stack:
-        extra = ("--models-max", "0", *EXACT)
-        yield [
-            stack.enter_context(running_router(models, slots=2, context=4096, extra=extra))
-            for _ in range(2)
-        ]
-
-
-@pytest.mark.real
-@pytest.mark.slow
-@pytest.mark.binary_only("the wheel's server has no router mode")
-async def test_streams_go_on_from_one_real_router_to_another(
-    tmp_path: Path, real: list[DemoServer]
-) -> None:
-    async with routed_models(tmp_path, *real) as models:
-        for path in PATHS:
-            body = {"model": "a", "ignore_eos": True, **asked_of(path, 1000)}
-            whole = await models.stream(path, **body)
-            for name in BOTH:
-                await models.load(name)
-            models.forget_attempts()
-            asked = asyncio.create_task(models.stream(path, **body))
-            lost = await models.busy()
-            [child] = psutil.Process(real[int(lost[1]) - 1].pid).children()
-            child.kill()
-            reply = await asked
-            assert (reply.status, reply.errors) == (200, [])
-            assert text_of(reply) == text_of(whole)
-            assert ROUTES[path].api.is_stream_complete(reply.body)
-            assert models.outcomes == [(lost, "reset"), (BOTH[lost == BOTH[0]], "ok")]
