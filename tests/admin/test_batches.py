@@ -35,8 +35,6 @@ async def upload(running: Running, content: bytes, **query: str) -> httpx.Respon
 
 
 async def shown(running: Running, id_: str, *statuses: str) -> dict[str, Any]:
-    """The batch, once it has one of these statuses."""
-
     async def look() -> dict[str, Any] | None:
         found: dict[str, Any] = (await running.admin.get(f"/admin/batches/{id_}")).json()
         return found if found["status"] in statuses else None
@@ -62,9 +60,7 @@ async def test_an_upload_is_the_batch_of_the_key_that_is_named(tmp_path: Path) -
         assert (await alice.batches.retrieve(batch["id"])).input_file_id == begun["input_file_id"]
         assert [one.id async for one in alice.files.list()] == [begun["input_file_id"]]
         assert not [one async for one in bob.batches.list()]
-        assert await audited(running) == [
-            ("batches.create", f"{batch['id']} for alice", "done"),
-        ]
+        assert await audited(running) == [("batches.create", f"{batch['id']} for alice", "done")]
 
 
 async def test_an_upload_that_is_no_batch_leaves_nothing(tmp_path: Path) -> None:
@@ -100,7 +96,7 @@ async def test_batches_of_all_keys_and_apis_are_listed_the_newest_first(tmp_path
         await running.admin.post(f"/admin/batches/{ids[0]}/cancel")
         cancelled = await shown(running, ids[0], "cancelled")
         assert cancelled["errors_by_kind"] == [
-            {"code": "batch_cancelled", "lines": 1, "first_line": 1},
+            {"code": "batch_cancelled", "lines": 1, "first_line": 1}
         ]
         late = await running.admin.post(f"/admin/batches/{ids[0]}/pause")
         assert reason(late) == (409, "batch_ended")

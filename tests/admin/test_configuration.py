@@ -49,7 +49,6 @@ async def test_a_reload_reports_changes_and_what_needs_a_restart(tmp_path: Path)
 
 
 async def versions_of(running: Running, number: int) -> list[dict[str, Any]]:
-    """The versions of the settings, once there are so many."""
     history = running.gateway.config_files.histories["gateway"]
     await until(lambda: len(history.versions()) >= number)
     files = (await running.admin.get("/admin/config/history")).json()["files"]
@@ -58,9 +57,7 @@ async def versions_of(running: Running, number: int) -> list[dict[str, Any]]:
 
 
 @in_virtual_time
-async def test_a_version_can_come_back_and_a_rollback_that_can_not_be_writes_nothing(
-    tmp_path: Path,
-) -> None:
+async def test_a_version_can_come_back_and_a_bad_rollback_writes_nothing(tmp_path: Path) -> None:
     async with running_gateway(tmp_path, [EmulatedNode()], {"queue": {"max": 1}}) as running:
         admin = running.admin
         [first] = await versions_of(running, 1)

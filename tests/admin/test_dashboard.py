@@ -127,9 +127,7 @@ async def streams(
 @pytest.mark.parametrize(
     "wrong", ["lg_wrong_wrong", "lg_\u2013\u200b_key"], ids=["unknown", "no header"]
 )
-async def test_a_wrong_key_is_refused_and_the_key_is_stored_nowhere(
-    wrong: str, tmp_path: Path
-) -> None:
+async def test_a_wrong_key_is_refused_and_no_key_is_stored(wrong: str, tmp_path: Path) -> None:
     """Also one with characters that no header takes."""
     async with (
         a_fleet(tmp_path, hosts="a", settings={"admin": ADMIN}) as (running, _),
@@ -163,11 +161,7 @@ async def test_a_viewer_sees_the_fleet_and_may_change_nothing(tmp_path: Path) ->
             assert await page.locator("#page button, #page input, dialog[open]").count() == 0
 
 
-# The addresses of pages and of the things on them, and the way back.
-
-
 async def is_at(page: Page, address: str) -> None:
-    """Wait until the page is at the address."""
     await expect(page).to_have_url(re.compile(rf"/#/{re.escape(address)}$"))
 
 
@@ -193,9 +187,6 @@ async def test_each_page_has_an_address_a_title_and_the_way_back(tmp_path: Path)
         await page.keyboard.press("Enter")
         await expect(page.locator("#page")).to_be_focused()
         await is_at(page, "playground")
-
-
-# An operator in a bad night: the connection, the key, the keyboard.
 
 
 WITHOUT_OPERATOR = {"keys": [key for key in ADMIN["keys"] if key["role"] != "operator"]}
@@ -228,9 +219,7 @@ async def test_a_page_without_its_gateway_does_not_look_calm_and_comes_back(tmp_
                 await expect(page.get_by_role("button", name="Reload")).to_have_count(0)
 
 
-async def test_a_revoked_key_is_asked_for_anew_and_the_page_is_whole_with_another(
-    tmp_path: Path,
-) -> None:
+async def test_after_a_revoked_key_the_page_is_whole_with_another_one(tmp_path: Path) -> None:
     async with a_dashboard(tmp_path, AdminRole.OPERATOR, at="nodes") as (running, _, page):
         await page.locator("#nodes input").fill("epyc-a")
         await page.locator("#nodes select").select_option("tiles")
@@ -254,9 +243,7 @@ async def test_a_revoked_key_is_asked_for_anew_and_the_page_is_whole_with_anothe
         await expect(page.locator(".uplot").first).to_be_visible()
 
 
-async def test_the_keyboard_alone_drains_and_resumes_and_a_held_key_does_nothing(
-    tmp_path: Path,
-) -> None:
+async def test_the_keyboard_alone_drains_and_resumes_but_not_a_held_key(tmp_path: Path) -> None:
     async with a_dashboard(tmp_path, at="nodes") as (running, _, page):
         name = "epyc-a-numa1"
         nodes = running.gateway.fleet.nodes
@@ -291,9 +278,6 @@ async def test_the_keyboard_alone_drains_and_resumes_and_a_held_key_does_nothing
         await expect(node_card(page, name)).to_be_visible()
 
 
-# Requests: those that wait, run and have ended, and each by itself.
-
-
 async def test_the_playground_tells_its_place_and_how_long_it_has_waited(tmp_path: Path) -> None:
     node: dict[str, Any] = {"slots": 1, "decode_tps": 20.0, "answer_tokens": 2000}
     body = {"messages": [{"role": "user", "content": "Hello"}], "stream": True}
@@ -322,7 +306,6 @@ async def test_the_playground_tells_its_place_and_how_long_it_has_waited(tmp_pat
 async def ask(
     running: Running, name: str, class_: str = "normal", *, key: str = "", **body: Any
 ) -> None:
-    """A chat with this `X-Request-ID`, and its row in the ledger."""
     ledger = running.gateway.ledger
     assert ledger is not None
     written = ledger.written
@@ -338,9 +321,7 @@ def names(page: Page) -> Locator:
     return page.locator("#ended tbody th code")
 
 
-async def test_what_has_ended_is_listed_with_its_life_and_the_address_says_which(
-    tmp_path: Path,
-) -> None:
+async def test_what_has_ended_is_listed_with_its_life_as_the_address_says(tmp_path: Path) -> None:
     async with a_fleet(tmp_path, hosts="a", answer_tokens=20, decode_tps=40.0) as (running, nodes):
         await ask(running, "plain")
         await ask(running, "of-premium", "premium")
@@ -371,9 +352,7 @@ async def test_what_has_ended_is_listed_with_its_life_and_the_address_says_which
             await expect(page.get_by_label("Slower than")).to_have_value("0.3")
 
 
-async def test_a_request_is_followed_to_its_end_and_told_beside_what_was_predicted(
-    tmp_path: Path,
-) -> None:
+async def test_a_request_is_followed_to_its_end_beside_what_was_predicted(tmp_path: Path) -> None:
     async with a_fleet(tmp_path, hosts="a", answer_tokens=300, decode_tps=25.0) as (running, _):
         asked = asyncio.create_task(ask(running, "mine"))
         await until(lambda: len(running.gateway.registry) == 1)

@@ -160,7 +160,6 @@ async def doubled(page: Page) -> None:
 
 
 async def wrong(page: Page, at: str) -> list[str]:
-    """What is wrong with what is shown."""
     found = await page.evaluate("window.looks()")
     return [f"{at}: {kind}: {one}" for kind, all_ in found.items() for one in all_]
 
@@ -250,9 +249,7 @@ async def first_button(page: Page, word: str) -> Locator | None:
 
 
 @pytest.mark.parametrize("condition", CONDITIONS)
-async def test_the_page_of_callers_is_whole_whatever_its_names(
-    tmp_path: Path, condition: str
-) -> None:
+async def test_the_callers_page_is_whole_whatever_its_names(tmp_path: Path, condition: str) -> None:
     context = {**CONDITIONS[condition], "bypass_csp": True}
     async with a_gateway(tmp_path) as (running, _), own_page(running, None, **context) as watched:
         page = watched.page

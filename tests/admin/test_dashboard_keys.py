@@ -133,28 +133,3 @@ async def test_a_secret_is_gone_with_its_page_and_a_refusal_keeps_the_form(tmp_p
         await page.get_by_role("link", name="Owner").click()
         await expect(page.locator("#key")).to_contain_text("It stands in the settings")
         await expect(page.get_by_role("button", name="Revoke")).to_have_count(0)
-
-
-async def test_usage_is_shown_by_what_is_asked_and_as_csv(tmp_path: Path) -> None:
-    async with a_gateway(tmp_path, chats=3) as running, keys_page(running) as page:
-        usage = page.locator("#usage")
-        await expect(usage.locator("tbody tr")).to_have_count(1)
-        await expect(usage.locator("tbody")).to_contain_text("Owner")
-        await expect(usage.locator("svg.columns")).to_have_count(2)
-        await usage.get_by_role("combobox", name="By").select_option("group")
-        await expect(usage.locator("tbody")).to_contain_text("team")
-        await expect(page).to_have_url(re.compile(r"by=group"))
-        await usage.get_by_role("combobox", name="Time").select_option("7d")
-        await expect(usage.locator("tbody")).to_contain_text("team")
-        async with page.expect_download() as download:
-            await usage.get_by_role("button", name="Download CSV").click()
-        file = await (await download.value).path()
-        assert file.read_text().startswith("group,requests")
-        assert file.read_text().splitlines()[1].startswith("team,3,")
-        # Of one key alone, by its own address.
-        await page.goto(f"{running.admin_url}/#/keys/Owner?period=0d")
-        await page.reload()
-        await page.get_by_label("Admin key").fill(KEYS[AdminRole.ADMIN].text)
-        await page.get_by_role("button", name="Open").click()
-        await expect(page.locator("#usage")).to_contain_text("3 requests")
-        await expect(page.locator("#key")).to_contain_text("3 of 10 used")

@@ -52,7 +52,6 @@ FIRST_CALLER, DARK_FIRST_CALLER = "9,105,218", "88,166,255"
 
 
 async def inked(page: Page, colour: str, least: int = 20) -> None:
-    """Wait until so many dots of the timeline have the colour."""
     await seen(lambda: page.evaluate(INKS), lambda dots: dots.get(colour, 0) >= least)
 
 
@@ -199,9 +198,6 @@ def main_tasks(trace: dict[str, Any]) -> list[float]:
     )
 
 
-# The wall, whose slots one canvas draws over the nodes.
-
-
 EDGE = "136,150,165"
 WRITING, DARK_WRITING = "32,120,184", "74,163,223"
 
@@ -223,7 +219,6 @@ INK = """(name) => {
 
 
 async def seen(look: Callable[[], Any], is_right: Callable[[Any], bool]) -> None:
-    """Wait until what is seen is right."""
     found = None
     try:
         async with asyncio.timeout(PATIENCE / 1000):
@@ -234,8 +229,6 @@ async def seen(look: Callable[[], Any], is_right: Callable[[Any], bool]) -> None
 
 
 async def drawn(page: Page, *names: str, colour: str = EDGE) -> None:
-    """Wait until one of these nodes has the colour."""
-
     async def colours() -> set[str]:
         return {found for name in names for found in await page.evaluate(INK, name)}
 
@@ -244,7 +237,6 @@ async def drawn(page: Page, *names: str, colour: str = EDGE) -> None:
 
 @contextlib.asynccontextmanager
 async def a_wall(folder: Path, **node: Any) -> AsyncIterator[tuple[Running, Page]]:
-    """The wall over four nodes."""
     async with (
         a_fleet(folder, **node) as (running, _),
         opened(running, at="nodes", color_scheme="light") as page,
@@ -281,9 +273,7 @@ async def test_the_wall_draws_the_slots_of_each_node_and_follows_them(tmp_path: 
 
 
 @pytest.mark.parametrize("size", ["dots", "tiles"])
-async def test_the_tab_key_stops_once_and_the_arrows_go_from_node_to_node(
-    tmp_path: Path, size: str
-) -> None:
+async def test_the_tab_key_stops_once_and_arrows_go_on(tmp_path: Path, size: str) -> None:
     async with a_wall(tmp_path) as (_, page):
         names = ["epyc-a-numa0", "epyc-a-numa1", "epyc-b-numa0", "epyc-b-numa1"]
         chosen = page.locator("#nodes select")

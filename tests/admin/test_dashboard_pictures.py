@@ -78,7 +78,6 @@ def settings() -> dict[str, Any]:
 
 
 def a_router() -> EmulatedRouter:
-    """A server that loads models on demand, into the memory of one host."""
     memory = HostMemory(64 * GIB)
     return EmulatedRouter(FILES, models_max=0, memory=memory, slots=2, decode_tps=12.0)
 
@@ -156,7 +155,6 @@ async def at_work(running: Running, nodes: Mapping[str, EmulatedNode]) -> None:
 
 
 async def each_page(page: Page, folder: Path) -> None:
-    """Keep a picture of each other page."""
     for link in (await page.locator("#rail a").all())[1:]:
         address = await link.get_attribute("href")
         assert address is not None

@@ -14,15 +14,7 @@ from playwright.async_api import FilePayload, expect
 
 from gateway.callers.keys import AdminRole
 from tests.admin.browser import confirm, needs_browser, opened_at
-from tests.admin.test_dashboard import (
-    ADMIN,
-    HOSTILE,
-    KEYS,
-    a_dashboard,
-    a_fleet,
-    node_card,
-    opened,
-)
+from tests.admin.test_dashboard import ADMIN, HOSTILE, KEYS, a_dashboard, a_fleet, node_card, opened
 from tests.emulator import EmulatedNode
 from tests.emulator.routed_model import HostMemory, ModelFile
 from tests.emulator.router import EmulatedRouter
@@ -147,9 +139,6 @@ async def test_a_node_shows_its_day_and_what_its_cache_has_saved(tmp_path: Path)
         await expect(page.locator("#day .uplot")).to_have_count(3)
 
 
-# Routers: their memory, and the models that fill it.
-
-
 HOSTILE_NAME = "<img src=x onerror=alert(1)>'\"</script>/x"
 GIB = 1 << 30
 FILES = {
@@ -161,7 +150,6 @@ SIZES = {"models": {name: {"memory": f"{file.memory}"} for name, file in FILES.i
 
 
 async def order(running: Running, verb: str, model: str, node: str = "r1") -> None:
-    """Order a router to load, unload, pin or unpin a model."""
     body = {"order": verb, "model": model, "node": node}
     response = await running.admin.post("/admin/placements", json=body)
     assert response.status_code == 200, response.text
@@ -200,15 +188,10 @@ async def test_the_memory_of_a_host_fills_with_models_whatever_their_names(tmp_p
             assert await page.locator("#page img, #page script").count() == 0
 
 
-# Batches.
-
-
 HOSTILE_KEY = "<img src=x onerror=alert(1)>\u202e"
 
 
-async def test_a_batch_is_uploaded_followed_paused_cancelled_and_downloaded(
-    tmp_path: Path,
-) -> None:
+async def test_a_batch_is_uploaded_followed_paused_cancelled_and_downloaded(tmp_path: Path) -> None:
     node = EmulatedNode(slots=1, decode_tps=4, answer_tokens=20)
     content = "".join(json.dumps(one) + "\n" for one in [*lines(40), {"custom_id": HOSTILE_KEY}])
     async with (

@@ -58,9 +58,6 @@ def refused(response: httpx.Response, status: int, code: str) -> bool:
     return (response.status_code, error["code"]) == (status, code)
 
 
-# Host.
-
-
 @each_case(
     ("host", "names"),
     [
@@ -91,9 +88,6 @@ async def test_any_other_host_is_refused_also_beside_a_good_one(host: str) -> No
     # It is not allowed because the scope repeats it.
     response = await ask(server=(host, 80), headers=[("host", host)])
     assert refused(response, 403, "host_not_allowed")
-
-
-# Origin.
 
 
 @each_case(
@@ -128,9 +122,6 @@ async def test_a_page_of_another_origin_is_refused_also_with_one_of_its_own(orig
     for method in ("GET", "POST", "DELETE"):
         response = await ask(method=method, headers=[("origin", origin)])
         assert refused(response, 403, "origin_not_allowed"), method
-
-
-# The key.
 
 
 async def test_the_right_key_is_accepted_and_some_paths_need_none() -> None:

@@ -135,9 +135,6 @@ async def test_odd_requests_are_refused(tmp_path: Path) -> None:
             assert error(answer)[:2] == (status, code), (method, path, body)
 
 
-# Groups of keys, what is used of limits, and names of keys.
-
-
 async def post(running: Running, key: str) -> httpx.Response:
     headers = {"authorization": f"Bearer {key}"}
     return await running.client.post("/v1/chat/completions", json=CHAT, headers=headers)
@@ -152,9 +149,7 @@ async def gateway(
         yield both
 
 
-async def test_a_groups_limits_hold_for_the_next_request_of_its_keys_together(
-    tmp_path: Path,
-) -> None:
+async def test_a_groups_limits_hold_at_once_for_its_keys_together(tmp_path: Path) -> None:
     async with gateway(tmp_path) as (running, admin):
         made = await admin.put("/admin/groups/team", json={"limits": {"rpm": 2}})
         assert made.status_code == 200
@@ -183,9 +178,7 @@ async def test_a_groups_limits_hold_for_the_next_request_of_its_keys_together(
         assert (actions.count("groups.set"), actions.count("groups.remove")) == (2, 1)
 
 
-async def test_a_quota_that_runs_out_is_a_problem_a_metric_and_one_webhook_over_restarts(
-    tmp_path: Path,
-) -> None:
+async def test_a_quota_that_runs_out_is_a_problem_and_one_webhook(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text(SECRET)
     async with receiving(status(200)) as receiver:
         target = {"secret_file": str(tmp_path / "secret"), "allow_private": True}
@@ -224,9 +217,7 @@ async def test_a_quota_that_runs_out_is_a_problem_a_metric_and_one_webhook_over_
         assert len(receiver.requests) == 1
 
 
-async def test_a_gateway_without_a_store_shows_keys_and_groups_and_keeps_none(
-    tmp_path: Path,
-) -> None:
+async def test_without_a_store_keys_and_groups_are_shown_and_none_is_kept(tmp_path: Path) -> None:
     chosen = {"store": {"url": "off"}, "groups": {"team": {"limits": {"rpm": 5}}}}
     async with gateway(tmp_path, **chosen) as (_, admin):
         (group,) = (await admin.get("/admin/groups")).json()["groups"]

@@ -29,8 +29,6 @@ T = TypeVar("T")
 
 
 class Watcher:
-    """One who watches, with all events so far."""
-
     def __init__(self, response: httpx.Response) -> None:
         self.response = response
         self.events: list[tuple[str, Any]] = []
@@ -48,7 +46,6 @@ class Watcher:
         raise AssertionError("the stream has ended")
 
     async def until(self, condition: Callable[[str, Any], bool]) -> Any:
-        """The next event that is like this."""
         while True:
             name, value = await self.next()
             if condition(name, value):
@@ -56,7 +53,6 @@ class Watcher:
 
 
 def cells(watcher: Watcher) -> list[str]:
-    """The cells of all nodes in all events so far."""
     rows = [row for _, value in watcher.events for row in value.get("nodes", ())]
     return [row["cells"] for row in rows if "cells" in row]
 
@@ -210,9 +206,7 @@ async def test_one_that_stops_reading_takes_bounded_memory_and_others_go_on(tmp_
             assert numbers > 3
 
 
-async def test_problems_are_told_to_the_log_and_a_script_while_nobody_watches(
-    tmp_path: Path,
-) -> None:
+async def test_problems_are_told_to_log_and_scripts_while_nobody_watches(tmp_path: Path) -> None:
     nodes: list[EmulatedNode | str] = [EmulatedNode(), "http://127.0.0.1:9"]
     async with running_gateway(tmp_path, nodes) as running:
         log = tmp_path / "gateway.log"
@@ -223,9 +217,6 @@ async def test_problems_are_told_to_the_log_and_a_script_while_nobody_watches(
         assert names == ["hello", "snapshot"]
         assert (await running.admin.get("/admin/live?once=maybe")).status_code == 400
         await until(lambda: running.gateway.live.watchers == 0)
-
-
-# The playground.
 
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
@@ -246,9 +237,7 @@ def events_of(text: str) -> list[tuple[str, Any]]:
     return events
 
 
-async def test_a_chat_is_streamed_with_its_figures_and_is_a_caller_of_its_own(
-    tmp_path: Path,
-) -> None:
+async def test_a_chat_is_streamed_with_figures_and_is_a_caller_of_its_own(tmp_path: Path) -> None:
     async with running_gateway(tmp_path, [EmulatedNode(answer_tokens=5)]) as run:
         response, events = await chat(run)
         assert response.status_code == 200

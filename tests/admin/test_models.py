@@ -87,9 +87,7 @@ async def test_an_alias_goes_on_with_the_models_that_are_left() -> None:
 
 @pytest.mark.parametrize(("name", "other"), [("hidden", "nick"), ("nick", "hidden")])
 @in_virtual_time
-async def test_a_pause_and_a_cap_of_a_model_hold_for_its_servers_other_names(
-    name: str, other: str
-) -> None:
+async def test_a_pause_and_a_cap_hold_for_a_models_other_names(name: str, other: str) -> None:
     capped = {"models": {"hidden": {"max_tokens": 2}}}
     async with bare_gateway(
         EmulatedNode(model="hidden", aliases=("nick",)), settings=capped, serving=True

@@ -7,12 +7,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from gateway.admin.nodes import (
-    LONGEST_DRAIN_DEADLINE,
-    MOST_COLUMNS,
-    DrainDeadlines,
-    heat_map,
-)
+from gateway.admin.nodes import LONGEST_DRAIN_DEADLINE, MOST_COLUMNS, DrainDeadlines, heat_map
 from gateway.forward.in_flight import InFlightRegistry
 from gateway.nodes.prompt_cache import PrefixHits
 from tests.emulator import EmulatedNode
@@ -87,9 +82,6 @@ async def test_an_unknown_node_is_404_with_the_nearest_names() -> None:
             assert "gpu" not in error["message"]
 
 
-# Drain and resume.
-
-
 @in_virtual_time
 async def test_a_drained_node_gets_nothing_until_it_is_resumed(tmp_path: Path) -> None:
     drains = tmp_path / "drains"
@@ -156,9 +148,6 @@ async def test_an_invalid_deadline_changes_nothing(word: str) -> None:
         response = await gateway.admin.post(f"/admin/nodes/a/drain?deadline={word}")
         assert (response.status_code, error_of(response)["param"]) == (400, "deadline")
         assert not gateway["a"].draining
-
-
-# Probe.
 
 
 async def test_a_probe_closes_the_circuit_of_a_node_that_answers_and_says_why_one_does_not() -> (

@@ -66,7 +66,6 @@ async def send(running: Running, order: str, model: str, node: str = "r1") -> ht
 async def done(
     running: Running, order: str, model: str, state: str | None = None
 ) -> dict[str, Any]:
-    """Give an order, and wait until the model is in this state, if there is one."""
     response = await send(running, order, model)
     assert response.status_code == 200, response.text
     if state is not None:
@@ -120,9 +119,7 @@ async def test_a_model_is_loaded_and_unloaded_by_order(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_an_unload_waits_for_what_runs_and_a_drain_of_its_router_ends_it(
-    tmp_path: Path,
-) -> None:
+async def test_an_unload_waits_for_what_runs_and_a_drain_ends_it(tmp_path: Path) -> None:
     async with one_router(tmp_path) as (running, router):
         await done(running, "load", "a", "ready")
         asked = asyncio.create_task(running.client.post(CHAT, json=chat("a", 60)))
@@ -200,9 +197,7 @@ async def test_orders_that_make_no_sense_name_the_remedy(tmp_path: Path) -> None
 
 
 @in_virtual_time
-async def test_an_instance_is_a_node_by_its_own_name_and_a_router_counts_once(
-    tmp_path: Path,
-) -> None:
+async def test_an_instance_is_a_node_by_its_own_name_and_counts_once(tmp_path: Path) -> None:
     async with one_router(tmp_path) as (running, _):
         await done(running, "load", "org/b", "ready")
         paths = ("/admin/nodes/r1/org/b", "/admin/nodes/r1%2Forg%2Fb")

@@ -38,7 +38,7 @@ async def test_operators_see_what_every_key_used_and_cost(tmp_path: Path) -> Non
         assert set(told["money"]["tiers"]) == {"cpu", "gpu"}
         assert told["total"]["requests"] == told["rows_found"] + 2 == 5
 
-        assert (alice["key_name"], vip["key_name"]) == ("Alice", "")
+        assert (alice["key_name"], vip["key_name"]) == ("Alice", "vip")
         answer = await running.admin.get("/admin/usage?by=key&format=csv")
         assert answer.headers["content-type"].startswith("text/csv")
         assert answer.text.startswith("key,key_name,requests,failures,clients_left,")
@@ -65,7 +65,6 @@ async def test_without_a_store_there_is_no_report_and_what_makes_no_sense_is_ref
 
 
 async def secret_chat(running: Running, key: Any, *, stream: bool = False, **headers: str) -> str:
-    """Have a chat; returns its `X-Request-ID`."""
     sent, messages = (
         bearer(key, **headers),
         [{"role": "user", "content": "the launch code is 7391"}],
@@ -97,9 +96,7 @@ async def why(running: Running, name: str) -> list[dict[str, Any]]:
     return requests
 
 
-async def test_what_has_ended_is_found_with_its_times_and_the_name_of_its_key(
-    tmp_path: Path,
-) -> None:
+async def test_what_has_ended_is_found_with_times_and_the_name_of_its_key(tmp_path: Path) -> None:
     async with metered_gateway(tmp_path) as running:
         await secret_chat(running, VIP, stream=True, **{"x-request-id": "mine"})
         own = await secret_chat(running, ALICE)
@@ -122,9 +119,7 @@ async def test_what_has_ended_is_found_with_its_times_and_the_name_of_its_key(
     assert failed["requests"] == []
 
 
-async def test_a_request_that_memory_has_forgotten_is_explained_by_the_ledgers_row(
-    tmp_path: Path,
-) -> None:
+async def test_what_memory_has_forgotten_is_explained_by_the_ledgers_row(tmp_path: Path) -> None:
     async with metered_gateway(tmp_path) as running:
         old = a_row(
             1, started_at=1_800_000_000.0, ended_at=1_800_000_009.5, wait_seconds=2.5,
@@ -155,9 +150,7 @@ async def test_a_request_that_memory_has_forgotten_is_explained_by_the_ledgers_r
     assert (live["from"], live["row"], live["unknown"]) == ("memory", None, [])
 
 
-async def test_what_neither_memory_nor_ledger_has_and_what_makes_no_sense_is_refused(
-    tmp_path: Path,
-) -> None:
+async def test_what_nobody_remembers_and_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
     async with metered_gateway(tmp_path) as running:
         for name in ("nobody", "a%00b", "%ff"):
             response = await running.admin.get(f"/admin/requests/{name}/why")

@@ -122,9 +122,6 @@ async def test_the_index_lists_exactly_the_served_paths() -> None:
     assert len(paths) == len(ADMIN_ROUTES)
 
 
-# The metrics of nodes.
-
-
 TOTAL = "llamacpp:tokens_predicted_total"
 
 
@@ -164,9 +161,7 @@ async def test_nodes_metrics_are_on_one_page_whatever_some_nodes_answer() -> Non
 
 
 @in_virtual_time
-async def test_silent_nodes_hide_no_other_node_however_many_they_are(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_silent_nodes_hide_no_other_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "AT_ONCE", 2)
     async with contextlib.AsyncExitStack() as stack:
         # In the order in which they are asked: the silent ones first.
@@ -181,16 +176,12 @@ async def test_silent_nodes_hide_no_other_node_however_many_they_are(
         assert [node for family, node in values if family == TOTAL] == ["good"]
 
 
-# A second gateway over the same nodes is told of; what only looks like one is not.
-
-
 MINUTES = 7
 BODY = {"messages": [{"role": "user", "content": "tell me more"}], "max_tokens": 40}
 
 
 @contextlib.asynccontextmanager
 async def gateway_over(folder: Path, nodes: list[EmulatedNode]) -> AsyncIterator[Running]:
-    """A gateway beside others, over nodes that run."""
     folder.mkdir()  # noqa: ASYNC240 - a test's
     async with running_gateway(folder, [node.url for node in nodes]) as running:
         yield running
@@ -198,7 +189,6 @@ async def gateway_over(folder: Path, nodes: list[EmulatedNode]) -> AsyncIterator
 
 @contextlib.asynccontextmanager
 async def two_gateways(folder: Path) -> AsyncIterator[tuple[Running, Running, list[EmulatedNode]]]:
-    """Two gateways over the same two nodes."""
     nodes = [EmulatedNode(slots=1, decode_tps=2.0) for _ in range(2)]
     async with (
         nodes[0],

@@ -10,12 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.admin.why import (
-    MOST_LANES,
-    SlotSpan,
-    TimelineEndpoint,
-    sample_of,
-)
+from gateway.admin.why import MOST_LANES, SlotSpan, TimelineEndpoint, sample_of
 from gateway.callers.keys import AdminRole
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
@@ -73,7 +68,6 @@ async def why(gateway: BareGateway, name: str) -> list[dict[str, Any]]:
 
 
 async def measure(gateway: BareGateway) -> None:
-    """Let both nodes show their speeds."""
     for number in range(6):
         await ask(gateway, f"before-{number}")
 
@@ -176,9 +170,6 @@ async def test_an_unknown_id_is_told_since_when_requests_are_remembered() -> Non
     assert "now those since 20" in error_of(response)["message"]
 
 
-# Lines of batches and background responses, by the ids that their callers have.
-
-
 async def why_of(running: Running, name: str) -> dict[str, Any]:
     response = await running.admin.get(f"/admin/requests/{name}/why")
     assert response.status_code == 200, response.text
@@ -189,9 +180,7 @@ async def why_of(running: Running, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("hurried")
-async def test_lines_of_batches_and_background_responses_are_explained_by_their_ids(
-    tmp_path: Path,
-) -> None:
+async def test_batch_lines_and_background_responses_are_explained_by_id(tmp_path: Path) -> None:
     async with gateway_over(tmp_path, EmulatedNode(slots=2, decode_tps=400)) as running:
         batch = await ended(running, await submit(running, lines(4)))
         results = await output(running, batch["output_file_id"])
@@ -213,9 +202,6 @@ async def test_lines_of_batches_and_background_responses_are_explained_by_their_
     for request in (line, background):
         assert request["state"] == "finished"
         assert request["decisions"][-1]["actual"]["outcome"] == "ok"
-
-
-# `/admin/timeline`: what each slot has done in the last ten minutes.
 
 
 UNIX = 1_700_000_000.0
@@ -284,9 +270,6 @@ def test_a_large_fleet_is_told_by_a_sample_that_is_spread_over_it(slots: list[in
     steps = {after - before for before, after in pairwise(places)}
     assert len(slots) < 4 or 0 < min(steps) >= max(steps) - 2
     assert sample_of(dict.fromkeys("abc", 4)) == dict.fromkeys("abc", 4)
-
-
-# Requests that wait and run.
 
 
 @asynccontextmanager

@@ -32,7 +32,6 @@ async def get(gateway: Succession, path: str) -> int:
 
 
 async def until_waiting(gateway: Succession, count: int) -> None:
-    """Wait until so many requests are queued."""
     async with (
         asyncio.timeout(LIMIT),
         httpx.AsyncClient(base_url=gateway.admin_url, timeout=60) as client,
@@ -45,7 +44,6 @@ async def until_waiting(gateway: Succession, count: int) -> None:
 async def serving(
     folder: Path, node: EmulatedNode, settings: Mapping[str, Any] | None = None, **more: Any
 ) -> AsyncIterator[Succession]:
-    """A gateway over `node`, once it is ready."""
     async with gateway_processes.serving(folder, node, settings=settings, **more) as gateway:
         async with asyncio.timeout(LIMIT):
             while (await get(gateway, "/ready")) != 200:  # noqa: ASYNC110 - another process
@@ -168,7 +166,7 @@ async def test_systemd_is_notified(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--port", "--admin-port"])
-def test_a_port_in_use_is_reported_with_the_remedy(
+def test_a_port_in_use_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))

@@ -49,9 +49,7 @@ async def until_ended(running: Running, id_: str) -> None:
     await eventually(look)
 
 
-async def test_a_process_without_duties_runs_nothing_and_each_that_has_them_goes_on(
-    tmp_path: Path,
-) -> None:
+async def test_a_process_without_duties_runs_nothing_and_one_with_them_does(tmp_path: Path) -> None:
     node = EmulatedNode(slots=2, decode_tps=4, answer_tokens=1000)
     async with (
         node,
@@ -72,9 +70,7 @@ async def test_a_process_without_duties_runs_nothing_and_each_that_has_them_goes
         await until_ended(first, id_)
 
 
-async def test_what_a_process_ran_that_can_tell_nobody_is_run_by_the_next_one_at_once(
-    tmp_path: Path,
-) -> None:
+async def test_what_a_deposed_process_ran_is_run_by_the_next_one_at_once(tmp_path: Path) -> None:
     node = EmulatedNode(slots=2, decode_tps=4, answer_tokens=1000)
     async with (
         node,

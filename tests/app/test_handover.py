@@ -41,7 +41,6 @@ def passed(sock: socket.socket) -> int:
 
 
 def systemd(*sockets: socket.socket, names: str = "") -> dict[str, str]:
-    """The environment with which systemd passes these sockets."""
     return {
         "LISTEN_PID": str(os.getpid()),
         "LISTEN_FDS": str(len(sockets)),
@@ -49,9 +48,7 @@ def systemd(*sockets: socket.socket, names: str = "") -> dict[str, str]:
     }
 
 
-def test_a_successor_takes_the_socket_of_the_address_that_it_is_to_listen_on(
-    listening: socket.socket,
-) -> None:
+def test_a_successor_takes_the_socket_of_its_own_address(listening: socket.socket) -> None:
     reader, writer = os.pipe()
     inherited = inherit_from_environment(
         {SOCKETS_VARIABLE: f"public={passed(listening)} ready={writer}"}
@@ -112,9 +109,7 @@ def test_sockets_of_systemd_decide_where_the_gateway_listens(listening: socket.s
     assert sock.fileno() == -1
 
 
-def test_a_socket_that_can_not_be_meant_is_refused_with_the_remedy(
-    listening: socket.socket, tmp_path: Path
-) -> None:
+def test_a_socket_of_another_kind_is_refused(listening: socket.socket, tmp_path: Path) -> None:
     with pytest.raises(StartError, match="FileDescriptorName=public or admin"):
         inherit_from_environment(systemd(listening, listening, names="admin:metrics"))
     with socket.socket(socket.AF_UNIX) as sock:
@@ -142,7 +137,6 @@ def test_a_script_is_restarted_by_the_name_that_was_used_and_a_module_as_one(
 async def succeed(
     sock: socket.socket, *command: str, timeout: float = READY_TIMEOUT
 ) -> subprocess.Popen[bytes]:
-    """Have this command take over a socket."""
     return await start_successor(
         command, {"public": sock}, from_systemd=False, hash_key=KEY, timeout=timeout
     )
@@ -191,9 +185,7 @@ async def test_a_successor_gets_the_hash_key_where_nobody_else_can_read_it(
     assert open_descriptors() == before, "no descriptor is left open"
 
 
-async def test_a_successor_knows_when_its_predecessor_has_written_or_is_dead(
-    listening: socket.socket,
-) -> None:
+async def test_a_successor_knows_when_its_predecessor_is_done(listening: socket.socket) -> None:
     reader, writer = os.pipe()
     ready_reader, ready = os.pipe()
     numbers = f"public={passed(listening)} ready={ready}"

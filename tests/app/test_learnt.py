@@ -14,15 +14,7 @@ from msgspec.structs import replace
 from sqlalchemy import select
 from structlog.testing import capture_logs
 
-from gateway.app.learnt import (
-    HALF_LIFE,
-    OLDEST,
-    Decisions,
-    Demand,
-    LearntFile,
-    LearntMemory,
-    Row,
-)
+from gateway.app.learnt import HALF_LIFE, OLDEST, Decisions, Demand, LearntFile, LearntMemory, Row
 from gateway.callers.keys import KeyRing
 from gateway.callers.stored_keys import add_keys, revoke_key
 from gateway.config.keys import KeySpec
@@ -104,7 +96,6 @@ class Life:
         )
 
     def serve(self, caller: str = ANYBODY, fairness_key: str | None = None) -> LeaseRequest:
-        """Serve one request, and learn from it."""
         request = a_request(
             caller=caller,
             fairness_key=fairness_key or caller,
@@ -129,7 +120,6 @@ class Life:
         return sum(found.values())
 
     def expected(self, caller: str = ANYBODY) -> tuple[float, float]:
-        """Tokens of a prompt and its answer."""
         return expected(self.scheduler.demand_model.token_estimates, "demo", caller, 1000.0, None)
 
 
@@ -158,7 +148,6 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 async def learnt_once(place: Path | Store, **keys: Any) -> Life:
-    """A life that has served a request, and has ended."""
     life = await next_life(place, **keys)
     for _ in range(3):
         life.serve()
@@ -178,7 +167,6 @@ async def next_life(place: Path | Store, **keys: Any) -> Life:
 
 
 def kept(place: Path | Store) -> list[tuple[str, str | None]]:
-    """Section and caller of each row."""
     if isinstance(place, Path):
         return [(row[0], row[3]) for row in json.loads(place.read_text())["rows"]]
     return place.run_now(
@@ -187,7 +175,6 @@ def kept(place: Path | Store) -> list[tuple[str, str | None]]:
 
 
 def times(place: Path | Store) -> list[float]:
-    """When each row was learnt."""
     if isinstance(place, Path):
         return sorted(row[4] for row in json.loads(place.read_text())["rows"])
     return place.run_now(lambda c: sorted(c.scalars(select(table.c.changed_at))))
@@ -222,7 +209,7 @@ async def test_all_that_was_learnt_is_there_after_a_restart(place: Path | Store)
     ("name", "value"),
     [("models", ("other",)), ("file", "x.gguf"), ("build", "b2"), ("slots", 4), ("size", 10)],
 )
-async def test_what_was_learnt_of_another_model_or_build_is_dropped(
+async def test_what_was_learnt_of_another_build_is_dropped(
     name: str, value: object, tmp_path: Path
 ) -> None:
     file, other = tmp_path / f"{name}.json", SAID | {name: value}
@@ -326,9 +313,7 @@ async def test_a_row_that_this_program_never_wrote_stops_nothing(
         await life.memory.close(WHOLE)
 
 
-async def test_gateways_of_one_store_keep_their_own_rows_and_learn_of_each_other(
-    store: Store,
-) -> None:
+async def test_gateways_of_one_store_keep_own_rows_and_learn_of_each_other(store: Store) -> None:
     await learnt_once(store, name="one")
     two = await next_life(store, name="two")
     assert two.node.speed.decode_tps == pytest.approx(30)
@@ -386,24 +371,17 @@ async def test_revoking_a_key_deletes_what_was_learnt_of_its_caller(store: Store
         assert not of_team()
         assert life.expected("team/alice") == life.expected("nobody")
         assert not life.cached
-    assert (await next_life(store)).node.speed.decode_tps
-
-
-async def test_what_was_learnt_of_a_key_that_went_meanwhile_is_dropped_at_the_start(
-    file: Path,
-) -> None:
-    life = Life(file)
+    # What is left of a key that went meanwhile is dropped at the start.
     life.ring.configure([KEY])
-    await life.memory.load(WHOLE)
-    life.memory.begin_writing()
     life.serve("team")
     life.serve("anonymous:2001:db8::/64")
     await life.memory.close(WHOLE)
-    after = await next_life(file)
+    assert of_team()
+    after = await next_life(store)
     await after.memory.save(WHOLE)
-    assert {caller for section, caller in kept(file) if section == "demand"} == {
-        None, "anonymous:2001:db8::/64",
-    }  # fmt: skip
+    assert after.node.speed.decode_tps
+    callers = {caller for section, caller in kept(store) if section == "demand"}
+    assert callers == {None, "anonymous:2001:db8::/64"}
 
 
 async def test_the_files_of_saved_prompts_are_known_after_a_restart(place: Path | Store) -> None:
@@ -443,9 +421,7 @@ async def test_a_process_that_never_served_writes_nothing(place: Path | Store) -
     assert times(place) == rows
 
 
-async def test_prompts_are_forgotten_where_the_settings_say_so_and_mean_nothing_to_another_key(
-    file: Path,
-) -> None:
+async def test_prompts_are_forgotten_where_the_settings_or_the_key_say_so(file: Path) -> None:
     await learnt_once(file)
     assert (await next_life(file, key=bytes(32))).cached == 0
     life = await next_life(file, remember=False)
@@ -490,7 +466,7 @@ def test_a_grant_is_kept_with_all_that_its_node_was_compared_with(file: Path) ->
     assert msgspec.json.encode(replace(found, **times)) == msgspec.json.encode(grant)
 
 
-async def test_a_successor_takes_what_its_predecessor_wrote_last_and_keeps_its_own(
+async def test_a_successor_takes_what_was_written_last_and_keeps_its_own(
     place: Path | Store,
 ) -> None:
     first = await next_life(place)

@@ -84,7 +84,6 @@ def kept(folder: Path) -> str:
 
 
 async def took_the_fastest(line: Succession, nodes: Sequence[EmulatedNode]) -> None:
-    """The next requests, one by one, all go to the fastest node."""
     before = [node.requests for node in nodes]
     async with httpx.AsyncClient(base_url=line.url, trust_env=False, timeout=LIMIT) as client:
         for number in range(FIRST):
@@ -129,9 +128,7 @@ async def test_the_first_requests_go_to_the_fastest_node_after_any_end_of_the_pr
 
 
 @pytest.mark.real
-async def test_a_real_server_is_known_after_a_restart_until_it_has_other_slots(
-    tmp_path: Path,
-) -> None:
+async def test_a_real_server_is_known_after_a_restart_if_it_is_the_same(tmp_path: Path) -> None:
     claim = claim_port("127.0.0.1")
     text = "Of ships and shoes and sealing wax, of cabbages and kings. " * 12
 

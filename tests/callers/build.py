@@ -165,7 +165,6 @@ class LimitedProcess:
         self.open.append((self.meter.admit(accounts, request, record), record))
 
     def end(self, index: int, tokens: int, cost: float = 0.0) -> None:
-        """The request at this place has used so much."""
         reservation, record = self.open.pop(index)
         record.count_tokens(tokens, 0, 0)
         record.charge(AttemptCharge(cost))
@@ -176,7 +175,6 @@ class LimitedProcess:
 
 
 def all_accounts(book: LimitBook) -> Iterator[Account]:
-    """Every account, those of end users too."""
     yield from book._accounts.values()
     for users in book._users.values():
         yield from users.values()
@@ -197,7 +195,6 @@ def read_rows(connection: Connection) -> list[dict[str, Any]]:
 
 
 def counted(rows: list[dict[str, Any]], subject: str, wall: float) -> Counted:
-    """The sums over the windows that end now."""
     kind, _, rest = subject.partition(":")
     mine = [row for row in rows if _counts_for(row, kind, rest)]
 
@@ -215,7 +212,6 @@ def counted(rows: list[dict[str, Any]], subject: str, wall: float) -> Counted:
 
 
 def used(account: Account, clocks: Clocks) -> Counted:
-    """What an account has counted by now."""
     now = clocks.clock()
     return Counted(
         int(account.requests.value(now)),

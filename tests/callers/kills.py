@@ -118,7 +118,6 @@ class LoopLag:
         """When it was more than a step late, in Unix seconds, and by how much."""
 
     async def run(self) -> None:
-        """Measure until cancelled."""
         while True:
             due = time.monotonic() + LAG_STEP
             await asyncio.sleep(LAG_STEP)
@@ -162,7 +161,6 @@ class Site:
         (folder / "nodes.yaml").write_text(yaml.safe_dump({**QUIET, "nodes": entries}))
 
     async def start(self) -> None:
-        """Start the gateway, and wait until it serves."""
         with (self.folder / "log").open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *("nice", "-n", str(self.nice)) if self.nice else (),
@@ -208,7 +206,6 @@ class Site:
         self._process.send_signal(signal.SIGSTOP if halted else signal.SIGCONT)
 
     async def stop(self) -> None:
-        """End the gateway as an operator does."""
         if self._process is not None and self._process.returncode is None:
             self._process.terminate()
             async with asyncio.timeout(LIMIT):
@@ -219,7 +216,6 @@ class Site:
 
 
 def a_request(rng: random.Random, number: int) -> tuple[Sent, dict[str, Any]]:
-    """A request and its body."""
     (kind,) = rng.choices(list(KINDS), list(KINDS.values()))
     words = PROGRESS_TOKENS if kind == "prefill" else rng.randint(5, 60)
     text = " ".join(f"word{rng.randrange(1000)}" for _ in range(words))
@@ -309,12 +305,7 @@ async def play(site: Site, rng: random.Random, requests: int) -> list[Sent]:
     return [sent for sent, _ in everything]
 
 
-# Comparing.
-
-
 def rows_of(store_url: str) -> tuple[list[dict[str, Any]], int]:
-    """The ledger's rows, and how many open requests are left."""
-
     def read(connection: Connection) -> tuple[list[dict[str, Any]], int]:
         rows = [dict(row._mapping) for row in connection.execute(select(usage))]
         return rows, len(connection.execute(select(open_requests.c.id)).all())
@@ -396,9 +387,6 @@ def compare_row(
         found.compare("left: prompt", one.prompt_tokens - prompt, one.prompt_tokens, why)
 
 
-# Running.
-
-
 @contextlib.asynccontextmanager
 async def emulated_nodes() -> AsyncIterator[list[EmulatedNode]]:
     async with contextlib.AsyncExitStack() as stack:
@@ -415,7 +403,6 @@ async def emulated_nodes() -> AsyncIterator[list[EmulatedNode]]:
 
 
 async def run_once(store_url: str, requests: int, seed: int) -> Findings:
-    """One run on an empty store."""
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder, claim_port(HOST) as claim:
         async with emulated_nodes() as nodes:
@@ -434,7 +421,6 @@ async def run_once(store_url: str, requests: int, seed: int) -> Findings:
 
 @contextlib.contextmanager
 def store_urls(kind: str) -> Iterator[Any]:
-    """A function that makes the URL of an empty store."""
     if kind == "postgresql":
         with running_postgres() as server:
             yield server.new_database

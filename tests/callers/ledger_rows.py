@@ -56,13 +56,11 @@ def a_row(number: int, **values: Any) -> dict[str, Any]:
 
 
 def add_rows(connection: Connection, rows: list[dict[str, Any]]) -> None:
-    """Insert rows of `a_row`."""
     if rows:
         connection.execute(insert(usage), rows)
 
 
 def count_rows(connection: Connection) -> int:
-    """The rows of the ledger."""
     return connection.scalar(select(func.count()).select_from(usage)) or 0
 
 

@@ -36,8 +36,6 @@ CHAT = "/v1/chat/completions"
 
 @dataclass
 class Phase:
-    """Requests that were sent in one phase."""
-
     name: str
     seconds: list[float] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -45,8 +43,6 @@ class Phase:
 
 @dataclass
 class Outcome:
-    """What an outage has shown."""
-
     phases: list[Phase]
     states: list[str]
     """The store's states, in their order."""
@@ -57,12 +53,10 @@ class Outcome:
 
     @property
     def requests(self) -> int:
-        """All that were sent."""
         return sum(len(phase.seconds) for phase in self.phases)
 
     @property
     def failed(self) -> list[str]:
-        """What was wrong with those that failed."""
         return [why for phase in self.phases for why in phase.failed]
 
 
@@ -158,17 +152,14 @@ def _counted(url: str) -> tuple[int, int]:
 
 
 async def server_halted(server: PostgresServer, folder: Path, seconds: float) -> Outcome:
-    """Halt the server (SIGSTOP), and let it go on."""
     return await outage(folder, server.new_database(), server.halt, server.go_on, seconds)
 
 
 async def server_killed(server: PostgresServer, folder: Path, seconds: float) -> Outcome:
-    """Kill the server (SIGKILL), and start it again."""
     return await outage(folder, server.new_database(), server.kill, server.start, seconds)
 
 
 async def file_locked(folder: Path, seconds: float) -> Outcome:
-    """Let another process hold SQLite's write lock."""
     file = folder / "gateway.db"
     script = (
         "import sqlite3, sys; c = sqlite3.connect(sys.argv[1], isolation_level=None, timeout=60);"
@@ -193,7 +184,6 @@ async def file_locked(folder: Path, seconds: float) -> Outcome:
 
 
 async def file_away(folder: Path, seconds: float) -> Outcome:
-    """Move SQLite's file away, and back."""
     file, aside = folder / "gateway.db", folder / "aside.db"
 
     def begin() -> None:

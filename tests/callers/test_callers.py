@@ -274,7 +274,7 @@ def test_a_request_with_usual_client_headers_is_local(name: str) -> None:
         ([(0, True), (0, False)], False),
     ],
 )
-def test_losing_the_last_key_locks_the_gateway_until_a_restart(
+def test_losing_the_last_key_locks_until_a_restart(
     steps: list[tuple[int, bool]], closed: bool
 ) -> None:
     access = INITIAL_ACCESS

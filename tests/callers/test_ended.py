@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from functools import partial
 from pathlib import Path
@@ -12,27 +11,11 @@ import jsonschema
 import pytest
 
 from gateway.callers import ended
-from gateway.callers.ended import (
-    EndedFinder,
-    EndedQuery,
-    EndedReader,
-    OwnRequests,
-    parse_ended_query,
-    rows_of_name,
-)
-from gateway.callers.reports import InvalidQuery, ReportInterrupted
-from gateway.errors import GatewayError
+from gateway.callers.ended import EndedReader, parse_ended_query, rows_of_name
+from gateway.callers.reports import InvalidQuery
 from gateway.store.store import Store
 from tests.callers.ledger_rows import DAY, NOON, a_row, add_rows
-from tests.callers.metered_gateway import (
-    ALICE,
-    CHAT,
-    VIP,
-    bearer,
-    chat,
-    metered_gateway,
-    recorded,
-)
+from tests.callers.metered_gateway import ALICE, CHAT, VIP, bearer, chat, metered_gateway, recorded
 from tests.each_case import each_case
 from tests.gateways import Running
 
@@ -60,7 +43,6 @@ def ids(store: Store, **given: str) -> list[str]:
 
 
 def all_ids(store: Store, given: dict[str, str], **bounds: Any) -> list[str]:
-    """The ids of all pages."""
     found: list[str] = []
     for _ in range(1000):
         one = page(store, given, **bounds)
@@ -143,9 +125,7 @@ def test_filters_find_what_they_name(store: Store) -> None:
     assert ids(store, since="90d", until="21d") == ["r10"]
 
 
-def test_requests_are_found_by_their_own_id_before_the_clients_and_the_newest_first(
-    store: Store,
-) -> None:
+def test_requests_are_found_by_own_id_before_the_clients_the_newest_first(store: Store) -> None:
     rows = [a_row(n, ended_at=NOON - n, key="k1", client_request_id="r7") for n in range(1, 30)]
     fill(store, rows)
     find = partial(rows_of_name, name="r7")
@@ -257,40 +237,3 @@ async def test_hidden_figures_and_a_missing_store_are_told_as_such(tmp_path: Pat
     async with metered_gateway(tmp_path, store={"url": "off"}) as running:
         response = await running.client.get(PATH, headers=bearer(ALICE))
         assert (response.status_code, response.json()["error"]["code"]) == (501, "not_supported")
-
-
-class SlowEnded(EndedFinder):
-    """Reads when it is let; what it was asked is kept."""
-
-    def __init__(self) -> None:
-        self.asked: list[EndedQuery] = []
-        self.go = asyncio.Event()
-        self.ids_of = lambda word: (word,)
-
-    async def read(self, query: EndedQuery) -> EndedReader:
-        self.asked.append(query)
-        await self.go.wait()
-        if len(self.asked) > 2:
-            raise ReportInterrupted("others are being read")
-        return EndedReader(query)
-
-
-async def test_of_a_caller_one_page_is_read_at_a_time_and_others_go_on() -> None:
-    slow = SlowEnded()
-    own = OwnRequests(slow, lambda: NOON)
-    first = asyncio.create_task(own.read("alice", None, {}))
-    await asyncio.sleep(0)
-    with pytest.raises(GatewayError) as refused:
-        await own.read("alice", None, {})
-    assert (refused.value.status, refused.value.code) == (429, "rate_limit_exceeded")
-    other = asyncio.create_task(own.read("bob", "eve", {"limit": "7"}))
-    await asyncio.sleep(0)
-    slow.go.set()
-    await asyncio.gather(first, other)
-    assert [(one.keys, one.equal, one.limit) for one in slow.asked] == [
-        (("alice",), (), 100),
-        (("bob",), (("user", "eve"),), 7),
-    ]
-    with pytest.raises(GatewayError) as away:
-        await own.read("alice", None, {})
-    assert (away.value.status, away.value.code) == (503, "store_unavailable")

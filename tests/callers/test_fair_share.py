@@ -33,9 +33,7 @@ def filled(limit: int, callers: Sequence[str]) -> FairShare:
 
 
 @given(moves, st.integers(1, 40))
-def test_the_limit_holds_and_nobody_is_evicted_for_a_larger_caller(
-    wanted: list[tuple[str, bool]], limit: int
-) -> None:
+def test_nobody_is_evicted_for_a_larger_caller(wanted: list[tuple[str, bool]], limit: int) -> None:
     share = FairShare()
     for caller, more in wanted:
         if more:
@@ -51,9 +49,7 @@ def test_the_limit_holds_and_nobody_is_evicted_for_a_larger_caller(
 
 
 @given(st.integers(2, 60), st.sampled_from(PARTIES), st.lists(st.sampled_from(PARTIES)))
-def test_an_evicted_caller_that_returns_evicts_nobody(
-    limit: int, asker: str, others: list[str]
-) -> None:
+def test_an_evicted_caller_returns_in_vain(limit: int, asker: str, others: list[str]) -> None:
     share = filled(limit, others)
     before = dict(share.by_caller)
     if not ask(share, asker, limit):

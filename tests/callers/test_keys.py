@@ -37,7 +37,6 @@ from tests.nodes.build import Clock
 
 
 def key_spec(id_: str, sha256: str, **fields: Any) -> KeySpec:
-    """The definition of a key, without the checks of the settings."""
     return KeySpec.model_construct(id=id_, sha256=sha256, **fields)
 
 
@@ -107,7 +106,7 @@ def test_a_key_that_differs_in_anything_finds_nobody(change: Callable[[str], str
         ([], []),
     ],
 )
-def test_keys_are_read_from_three_headers_each_once(
+def test_keys_are_read_from_three_headers(
     headers: list[tuple[bytes, bytes]], found: list[str]
 ) -> None:
     assert presented_keys(headers) == found
@@ -163,9 +162,6 @@ def test_too_many_keys_are_refused_without_hashing() -> None:
     assert len(hashed) == keys.MOST_KEYS
 
 
-# The key ring: keys of settings and store together, their changes, expiry and rotation.
-
-
 ALICE, BOB, ALICE_NEW = new_key("alice"), new_key("bob"), new_key("alice")
 
 
@@ -179,7 +175,6 @@ def stored(key: ApiKey, *, expires: float | None = None) -> HeldKey:
 
 
 def admitted(ring: KeyRing, key: str | None, *, loopback: bool = False) -> Caller | int:
-    """The caller, or the status of the refusal."""
     headers = [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
     try:
         return identify_caller(
@@ -304,9 +299,7 @@ def test_a_key_of_the_settings_hides_a_stored_one_with_its_id() -> None:
 
 
 @given(STEPS)
-def test_exactly_the_keys_of_both_that_have_not_expired_are_found(
-    steps: list[tuple[str, list[tuple[int, int]]]],
-) -> None:
+def test_exactly_the_keys_of_both_are_found(steps: list[tuple[str, list[tuple[int, int]]]]) -> None:
     clock = Clock()
     ring = KeyRing(clock=clock)
     settings: dict[int, float] = {}

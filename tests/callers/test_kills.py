@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.callers.kills import (
-    LAST_SECOND,
-    run_once,
-    store_urls,
-)
+from tests.callers.kills import LAST_SECOND, run_once, store_urls
 from tests.postgres import needs_postgres
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -14,7 +14,6 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import msgspec
 import pytest
 from sqlalchemy import Connection, insert, select
 
@@ -81,11 +80,9 @@ class World:
         )
 
     def open_requests(self, before: float, but: Mapping[str, object]) -> list[OpenRequest]:
-        """Those of `open`, as a meter tells them."""
         return [one for one in self.open if one.started_at <= before and but.get(one.id) is None]
 
     async def all(self, table: Any) -> list[dict[str, Any]]:
-        """The rows of a table."""
         key = next(iter(table.primary_key))
 
         def read(connection: Connection) -> list[dict[str, Any]]:
@@ -276,9 +273,7 @@ async def test_requests_of_a_dead_process_are_recovered_once_and_in_parts(store_
 
 
 @pytest.mark.parametrize("outcome", [LOST, EDGE_DIED])
-async def test_a_true_row_replaces_one_of_a_request_that_seemed_lost(
-    store_url: str, outcome: str
-) -> None:
+async def test_a_true_row_replaces_one_that_seemed_lost(store_url: str, outcome: str) -> None:
     async with a_world(store_url) as world:
         first, second = world.ledger(), world.ledger()
         first.add(a_row("r1", outcome=outcome, completion_tokens=0))
@@ -294,9 +289,7 @@ async def test_a_true_row_replaces_one_of_a_request_that_seemed_lost(
         assert found == [("r1", "p2.0", 7), ("r2", "p1.0", 10)]
 
 
-async def test_an_open_request_is_its_new_processs_and_nobody_recovers_it_as_lost(
-    store_url: str,
-) -> None:
+async def test_an_open_request_is_its_new_processs_and_never_lost(store_url: str) -> None:
     async with a_world(store_url) as world:
         first, second, third = world.ledger(), world.ledger(), world.ledger()
         world.open = [an_open_request(id_, NOW + 90) for id_ in ("r1", "r2")]
@@ -400,9 +393,6 @@ async def test_a_job_and_its_rows_are_committed_together_or_not_at_all(store_url
         assert (len(await world.all(revisions)), ledger.written) == (1, 2)
 
 
-# Which processes live, and what becomes of the open requests of those that do not.
-
-
 def a_watch(clock: Clock, host: str = "here") -> ProcessWatch:
     return ProcessWatch(ProcessIdentity("me.0", host, 1, NOW), clock)
 
@@ -420,9 +410,6 @@ def a_ledger(store: Store, own: ProcessIdentity, *open_: OpenRequest, clocks: Cl
 
 def rows_of(connection: Connection, table: Any = usage) -> list[dict[str, Any]]:
     return [dict(row._mapping) for row in connection.execute(select(table))]
-
-
-# Who is dead.
 
 
 async def test_a_process_that_shows_itself_again_is_not_dead() -> None:
@@ -479,9 +466,6 @@ def test_the_start_of_a_process_whose_name_looks_like_more_fields_is_read(tmp_pa
     assert start_ticks(process.pid) is None
 
 
-# Signs of life, and the requests of the dead.
-
-
 async def test_a_process_that_lives_after_all_keeps_its_requests(store_url: str) -> None:
     """It has shown itself between the look that found it dead and the one that would take them."""
     own, clocks = ProcessIdentity("p.0", "there", 7, NOW), Clocks()
@@ -497,9 +481,6 @@ async def test_a_process_that_lives_after_all_keeps_its_requests(store_url: str)
         assert await store.run(seen_processes) == []
 
 
-# Rows on the disk, while the store is away.
-
-
 COLUMNS = len(ROW_COLUMNS)
 
 
@@ -507,9 +488,7 @@ def rows_in(path: Path) -> list[str]:
     return [row[0] for some in read_rows(path, COLUMNS, 2) for row in some]
 
 
-def test_rows_are_private_and_read_by_who_comes_when_their_process_has_ended(
-    tmp_path: Path,
-) -> None:
+def test_rows_are_private_and_read_by_others_when_their_process_has_ended(tmp_path: Path) -> None:
     folder = tmp_path / "rows"
     first, second = KeptRows(folder, "p1"), KeptRows(folder, "p2")
     assert second.left() == []
@@ -558,24 +537,6 @@ except OSError:
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
     assert done.stdout == b"refused\n"
     assert rows_in(tmp_path / "p1.rows") == ["r1", "r8"]
-
-
-def test_a_file_of_the_version_before_is_read_and_that_one_reads_a_file_of_ours(
-    tmp_path: Path,
-) -> None:
-    before, ours = tmp_path / "before.rows", tmp_path / "p1.rows"
-    rows = [a_row(f"r{number}", client_request_id=f"mine-{number}") for number in range(5)]
-    before.write_bytes(b"".join(msgspec.json.encode(row[:22]) + b"\n" for row in rows))
-    kept = KeptRows(tmp_path, "p1")
-    kept.keep(rows)
-    kept.close()
-    for path, expected in (
-        (before, [(*row[:22], *([None] * 6)) for row in rows]),
-        (ours, rows),
-    ):
-        assert [row for some in read_rows(path, COLUMNS, 2) for row in some] == expected
-    lines = [tuple(msgspec.json.decode(line)) for line in ours.read_bytes().splitlines()]
-    assert [line for line in lines if len(line) == 22] == [row[:22] for row in rows]
 
 
 def test_lines_that_are_no_rows_are_skipped(tmp_path: Path) -> None:

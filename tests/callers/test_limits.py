@@ -32,8 +32,6 @@ DAY = 86400.0
 
 
 class Book(LimitBook):
-    """A book with clocks of its own."""
-
     def __init__(self, clocks: Clocks | None = None, **settings: Any) -> None:
         self.clocks = clocks or Clocks()
         self.deferred: list[Callable[[], None]] = []
@@ -66,7 +64,6 @@ class Book(LimitBook):
         return raised.value
 
     def admitted(self, caller: Caller) -> int:
-        """How many requests are admitted until one is refused; they run on."""
         for number in range(100):
             try:
                 self.admit(caller)
@@ -90,9 +87,6 @@ def test_retry_after_is_when_the_oldest_request_leaves_the_window() -> None:
     book.clocks.advance(30.0)
     book.use(alice, 0)
     assert book.refusal(alice).retry_after == 20.0
-
-
-# Requests and tokens a minute.
 
 
 def test_all_answers_are_reserved_and_one_without_a_bound_as_far_as_the_limit_goes() -> None:
@@ -131,9 +125,6 @@ def test_a_request_beyond_the_whole_limit_is_400_and_not_a_wait() -> None:
     assert "101 tokens of prompt and 800 for the answer" in error.message
 
 
-# Days and money.
-
-
 def test_the_quota_of_a_day_is_renewed_at_midnight_in_utc() -> None:
     book, alice = Book(), a_caller(limits={"tokens_per_day": 100})
     book.use(alice, 100)
@@ -159,9 +150,7 @@ def test_money_is_reserved_at_the_dearest_price_until_prices_are_known() -> None
 
 
 @each_case("days", [-400.0, -31.0, -1.0])
-def test_a_clock_that_is_set_back_frees_nothing_and_locks_no_longer_than_the_window(
-    days: float,
-) -> None:
+def test_a_clock_that_is_set_back_frees_nothing_and_locks_not_for_long(days: float) -> None:
     book = Book()
     alice = a_caller(limits={"budget": "5/month", "tokens_per_day": 100, "rpm": 3})
     book.use(alice, 100, 5.0)
@@ -189,9 +178,6 @@ def test_a_clock_that_is_set_ahead_keeps_the_sums_of_the_right_month() -> None:
     # What was used meanwhile counts in its own month, when that has come.
     book.clocks.set_wall(NOW + 40 * DAY)
     assert book.refusal(alice).code == "insufficient_quota"
-
-
-# Whose limit it is.
 
 
 GROUPS = {"team": {"limits": {"rpm": 3}, "user_limits": {"rpm": 1}}}
@@ -271,9 +257,6 @@ def test_classes_and_models_must_be_allowed_by_all() -> None:
     assert caller.max_priority is Priority.BATCH
 
 
-# Changes.
-
-
 def test_a_request_that_began_before_a_limit_counts_once_when_it_ends() -> None:
     """Also if others are limited while it runs."""
     book, limits = Book(), {"tpm": 1000}
@@ -288,12 +271,7 @@ def test_a_request_that_began_before_a_limit_counts_once_when_it_ends() -> None:
     book.admit(alice, request=answers(300))
 
 
-# End users.
-
-
-def test_a_million_end_users_take_bounded_memory_and_nothing_of_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_many_end_users_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     book = Book()
     chat = a_caller("chat", user_limits={"rpm": 1}, trust_user_headers=True)
     other = a_caller("other", user_limits={"rpm": 1}, trust_user_headers=True)
@@ -350,9 +328,6 @@ def test_what_an_earlier_process_used_and_this_one_records_counts_once() -> None
     assert book.refusal(alice).code == "insufficient_quota"
 
 
-# Requests that another process has admitted.
-
-
 def test_a_request_that_was_admitted_elsewhere_is_never_refused_and_reserves() -> None:
     book = Book()
     caller = a_caller(limits={"concurrency": 1, "rpm": 1, "tpm": 1000, "prompt_tokens": 50})
@@ -367,9 +342,6 @@ def test_a_request_that_was_admitted_elsewhere_is_never_refused_and_reserves() -
     reservation.settle(70, 0.0, book.clocks.wall())
     assert (account.running, account.open) == (1, 1)
     assert account.tokens.value(book.clocks.clock()) == 70
-
-
-# The sliding sum.
 
 
 def test_memory_is_bounded_however_much_is_added() -> None:

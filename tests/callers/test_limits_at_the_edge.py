@@ -160,9 +160,7 @@ async def test_a_request_beyond_the_whole_limit_is_told_so(tmp_path: Path) -> No
         assert "could never be admitted" in response.json()["error"]["message"]
 
 
-async def test_what_one_gateway_admits_is_gone_for_another_on_its_store(
-    tmp_path: Path, store_url: str
-) -> None:
+async def test_what_one_gateway_admits_is_gone_for_another(tmp_path: Path, store_url: str) -> None:
     """What it has used, and what runs there."""
     chosen = {"store": {"url": store_url}, **settings(rpm=4, concurrency=2)}
     async with contextlib.AsyncExitStack() as stack:

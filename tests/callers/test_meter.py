@@ -44,12 +44,10 @@ class World:
         )
 
     def admit(self, id_: str, record: RequestRecord, **request: Any) -> Any:
-        """A request of Alice that is admitted."""
         accounts = self.book.accounts(ALICE, "bob")
         return self.meter.admit(accounts, a_lease_request(id_, **request), record)
 
     def row(self) -> dict[str, Any]:
-        """The only row."""
         self.bus.flush()
         (row,) = self.rows
         return dict(zip(ROW_COLUMNS, row, strict=True))

@@ -113,9 +113,7 @@ def test_requests_tokens_and_money_are_summed_by_key(connection: Connection) -> 
     assert (report.total.requests, report.total.cost) == (4, 1.375)
 
 
-def test_every_dimension_can_be_asked_for_and_two_make_a_table_of_both(
-    connection: Connection,
-) -> None:
+def test_every_dimension_can_be_asked_for_and_two_together(connection: Connection) -> None:
     dimensions = ("key", "group", "user", "model", "class", "tier")
     columns = {"group": "group_name", "class": "class_"}
     named = {columns.get(by, by): f"a {by}" for by in dimensions}
@@ -140,9 +138,7 @@ def test_every_dimension_can_be_asked_for_and_two_make_a_table_of_both(
     }  # fmt: skip
 
 
-def test_a_report_begins_anew_when_rows_became_sums_meanwhile_but_not_for_ever(
-    connection: Connection,
-) -> None:
+def test_a_disturbed_report_begins_anew_but_not_for_ever(connection: Connection) -> None:
     add_rows(connection, [a_row(n, ended_at=NOON - n * DAY) for n in range(5)])
     reader = LedgerReport(asked(by="day"), 1)
     assert not reader.step(connection)
@@ -238,9 +234,7 @@ def add_hours(connection: Connection) -> None:
     connection.execute(insert(node_hours), rows)
 
 
-def test_the_hybrid_is_weighted_by_requests_and_the_machines_are_not(
-    connection: Connection,
-) -> None:
+def test_the_hybrid_is_weighted_by_requests_and_machines_are_not(connection: Connection) -> None:
     add_hours(connection)
     add_rows(connection, [a_row(n, cost=0.125, gpu_cost=1.0) for n in range(9)])
     add_rows(connection, [a_row(9, tier="gpu", node="gpu-a", cost=0.5, gpu_cost=0.5)])
@@ -257,9 +251,7 @@ def test_the_hybrid_is_weighted_by_requests_and_the_machines_are_not(
     assert sorted(told["tiers"]) == ["cpu", "gpu"]
 
 
-def test_what_is_not_known_of_money_has_a_reason_in_place_of_a_figure(
-    connection: Connection,
-) -> None:
+def test_what_is_not_known_of_money_has_a_reason_and_no_figure(connection: Connection) -> None:
     told = read(connection, asked()).to_json()
     assert (told["rows"], told["total"]["cost_per_request"]) == ([], None)
     for name in ("per_request", "per_million_tokens", "idle", "all_gpu", "effective_per_hour"):
@@ -324,7 +316,7 @@ def test_times_are_read_in_utc(text: str, moment: str) -> None:
         ({"limit": "²"}, "limit", "from 1 to"),
     ],
 )
-def test_a_question_that_makes_no_sense_is_refused(
+def test_a_bad_question_is_refused_by_name(
     parameters: dict[str, str], parameter: str, message: str
 ) -> None:
     with pytest.raises(InvalidQuery, match=message) as error:
@@ -499,9 +491,7 @@ async def test_figures_are_of_this_month_and_kept_for_seconds_for_so_many_caller
     assert len(reporter.asked) == MOST_KEPT + 2
 
 
-async def test_cached_figures_can_be_hidden_and_without_a_store_limits_alone_are_told(
-    tmp_path: Path,
-) -> None:
+async def test_cached_figures_can_be_hidden_and_limits_need_no_store(tmp_path: Path) -> None:
     async with metered_gateway(tmp_path, cache={"hide": True}) as running:
         await chat(running, ALICE)
         await recorded(running, 1)
@@ -513,9 +503,6 @@ async def test_cached_figures_can_be_hidden_and_without_a_store_limits_alone_are
         told = await usage(running, ALICE)
         assert (told["today"], told["month"], told["reason"]) == (None, None, NO_STORE)
         assert told["limits"][0]["used"] == 1
-
-
-# Retention and hours of nodes on real stores.
 
 
 def in_any_order(report: LedgerReport) -> dict[str, object]:
@@ -539,9 +526,7 @@ async def test_every_report_is_the_same_before_and_after_retention(store: Store)
     assert [in_any_order(await reporter.read(query)) for query in queries] == before
 
 
-async def test_rows_that_two_processes_sum_up_at_once_count_once(
-    store: Store, store_url: str
-) -> None:
+async def test_rows_that_two_processes_sum_up_count_once(store: Store, store_url: str) -> None:
     rows = list(made_up_rows(2000, 5, random.Random(3)))
     await store.run(lambda connection: add_rows(connection, rows))
 
@@ -617,9 +602,6 @@ def test_idle_time_costs_what_no_request_was_charged_and_never_less_than_nothing
         assert (told.value, reason in str(told.reason)) == (None, True)
 
 
-# Hours of nodes are counted by the minute, and once, whoever looks.
-
-
 T = TypeVar("T")
 NODE = AliveNode("cpu-a", "cpu", 0.36)
 NEXT_MIDNIGHT = NOON + DAY / 2
@@ -632,9 +614,7 @@ def recorded_hours(connection: Connection) -> dict[str, tuple[float, float]]:
     }
 
 
-def test_a_time_over_midnight_belongs_to_both_days_each_with_its_price(
-    connection: Connection,
-) -> None:
+def test_a_time_over_midnight_belongs_to_both_days_by_price(connection: Connection) -> None:
     dearer = NODE._replace(cost_per_hour=3.6)
     end = NEXT_MIDNIGHT + 40
     claims = [NodeUptime(NODE, NEXT_MIDNIGHT - 20, end), NodeUptime(dearer, end, end + 60)]
@@ -683,9 +663,7 @@ looks = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 90)), min_size=1, m
 
 
 @given(looks)
-def test_processes_that_look_in_turn_count_the_time_in_which_any_looked(
-    moves: list[tuple[int, int]],
-) -> None:
+def test_the_time_counts_in_which_any_process_looked(moves: list[tuple[int, int]]) -> None:
     """Each claims the time since its own last look, in the order of the looks."""
     engine = create_engine("sqlite://")
     with engine.connect() as connection:

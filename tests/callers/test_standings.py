@@ -9,7 +9,7 @@ import pytest
 from gateway.callers.keys import KeyRing, new_key
 from gateway.callers.limit_sync import LimitSync
 from gateway.callers.limits import LimitBook, UsedQuota
-from gateway.callers.standings import MOST_QUOTAS, MOST_USERS_SHOWN, QuotaWatch, Standings
+from gateway.callers.standings import MOST_USERS_SHOWN, QuotaWatch, Standings
 from gateway.callers.stored_keys import KeySync
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
@@ -115,21 +115,6 @@ async def test_what_the_store_did_not_take_is_told_again() -> None:
     assert len(watched.watch.used) == 1
     watched.away = False
     assert await watched.look() == [("alice", "budget", False)]
-
-
-async def test_the_fullest_of_many_are_told() -> None:
-    keys = [{**LIMITED, "id": f"k{number}", "name": ""} for number in range(MOST_QUOTAS + 20)]
-    watched = Watched(keys=keys)
-    now = watched.clocks.wall()
-    for number in range(len(keys)):
-        accounts = watched.book.accounts(watched.caller(f"k{number}"))
-        cost = 16.0 + 3.0 * number / len(keys)
-        watched.book.reserve(accounts, a_lease_request(), now).settle(0, cost, now)
-    assert len(await watched.look()) == MOST_QUOTAS
-    assert watched.watch.used[0].id == f"k{len(keys) - 1}"
-
-
-# What is shown.
 
 
 def shown(standing: list[dict[str, object]]) -> set[tuple[object, ...]]:

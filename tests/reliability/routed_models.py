@@ -38,12 +38,10 @@ class RoutedModels:
 
     @property
     def outcomes(self) -> list[tuple[str, str]]:
-        """Node and outcome of every attempt so far, in the order of their ends."""
         self.running.gateway.bus.flush()
         return [(attempt.node, attempt.outcome) for attempt in self._attempts]
 
     def forget_attempts(self) -> None:
-        """Begin `outcomes` anew."""
         self.running.gateway.bus.flush()
         self._attempts.clear()
 
@@ -88,10 +86,7 @@ class RoutedModels:
 
 @asynccontextmanager
 async def routed_models(
-    folder: Path,
-    *routers: Router,
-    loaded: Iterable[str] = ("r1/a", "r2/a"),
-    **settings: Any,
+    folder: Path, *routers: Router, loaded: Iterable[str] = ("r1/a", "r2/a"), **settings: Any
 ) -> AsyncIterator[RoutedModels]:
     """A gateway over these routers, of which these instances are loaded.
 
@@ -119,7 +114,6 @@ async def routed_models(
 
 
 async def command(router: Router, verb: str, model: str) -> None:
-    """Load or unload a model; returns when it is so."""
     wanted = {"load": "loaded", "unload": "unloaded"}[verb]
     async with httpx.AsyncClient(base_url=router.url, trust_env=False) as client:
 

@@ -61,9 +61,7 @@ async def test_each_request_names_the_model_and_loads_nothing(tmp_path: Path, pa
 
 @pytest.mark.parametrize("path", PATHS)
 @in_virtual_time
-async def test_a_stream_goes_on_on_another_router_with_the_same_text(
-    tmp_path: Path, path: str
-) -> None:
+async def test_a_stream_goes_on_on_another_router_unchanged(tmp_path: Path, path: str) -> None:
     async with routed_models(tmp_path, *routers(), loaded=[*BOTH, "r1/b", "r2/b"]) as models:
         body = {"model": "a", "ignore_eos": True, **asked_of(path, 60)}
         whole = await models.stream(path, **body)
@@ -81,9 +79,7 @@ async def test_a_stream_goes_on_on_another_router_with_the_same_text(
 
 @pytest.mark.parametrize("count", [1, 2])
 @in_virtual_time
-async def test_the_model_is_loaded_for_a_stream_that_is_to_go_on(
-    tmp_path: Path, count: int
-) -> None:
+async def test_the_model_is_loaded_for_a_stream_that_goes_on(tmp_path: Path, count: int) -> None:
     several = routers(count, load_seconds=3)
     async with routed_models(
         tmp_path, *several, loaded=["r1/a"], model_placement={"hysteresis": 1}
@@ -101,7 +97,7 @@ async def test_the_model_is_loaded_for_a_stream_that_is_to_go_on(
 
 @pytest.mark.parametrize("stream", [True, False])
 @in_virtual_time
-async def test_a_request_that_kills_the_server_of_its_model_twice_is_refused(
+async def test_a_request_that_kills_its_server_twice_is_refused(
     tmp_path: Path, stream: bool
 ) -> None:
     [router] = routers(1)
@@ -152,9 +148,7 @@ async def test_a_request_that_finds_its_model_not_loaded_goes_elsewhere_and_nobo
 
 
 @in_virtual_time
-async def test_requests_outlast_an_unload_by_others_and_the_model_is_loaded_again(
-    tmp_path: Path,
-) -> None:
+async def test_requests_outlast_an_unload_by_others_and_load_the_model(tmp_path: Path) -> None:
     [router] = routers(1, prefill_tps=1, load_seconds=1)
     async with routed_models(tmp_path, router, loaded=["r1/a"], model_placement={}) as models:
         long = {"model": "a", "prompt": "word " * 20, "max_tokens": 2}

@@ -39,7 +39,6 @@ class Endpoints:
 
     @property
     def loads(self) -> dict[str, int]:
-        """By instance: the loads that its server began."""
         return {
             f"s{number}/{name}": model.loads
             for number, server in enumerate(self.servers, 1)
@@ -75,7 +74,6 @@ class Endpoints:
         await until(lambda: name in nodes and nodes[name].state is state, limit, self.states)
 
     def told(self) -> Counter[str]:
-        """The changes of models that were told so far."""
         self.running.gateway.bus.flush()
         return Counter(one.change for one in self.changes)
 
@@ -109,9 +107,7 @@ async def gateway_over(
 @pytest.mark.slow
 @pytest.mark.parametrize("tells", [True, False])
 @in_virtual_time
-async def test_one_llama_swap_serves_two_models_in_turns_with_few_swaps(
-    tmp_path: Path, tells: bool
-) -> None:
+async def test_one_llama_swap_serves_two_models_with_few_swaps(tmp_path: Path, tells: bool) -> None:
     swap = EmulatedSwap("ab", load_seconds=2, tells_running=tells, **QUICK)
     async with gateway_over(tmp_path, swap) as gateway:
         await gateway.serve(*"abab", seconds=60, stream=tells)

@@ -64,7 +64,6 @@ def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 
 
 async def streamed(running: Running, path: str, words: str, stop: str | None) -> list[Any]:
-    """The data of a stream's events."""
     body = BODIES[path] | {"messages": [{"role": "user", "content": words}]}
     body |= {"stream": True, "temperature": 0, "max_tokens": TOKENS}
     if stop:
@@ -103,21 +102,19 @@ def as_client_sees(values: list[Any]) -> list[Any]:
 
 
 def reasoning_of(values: list[Any]) -> str:
-    """The reasoning's text."""
     deltas = [value.get("delta") or {} for value in values]
     deltas += [choice["delta"] for value in values for choice in value.get("choices", ())]
     return "".join(d.get("thinking") or d.get("reasoning_content") or "" for d in deltas)
 
 
 def text_of(values: list[Any]) -> str:
-    """The answer's text."""
     deltas = [value.get("delta") or {} for value in values]
     deltas += [choice["delta"] for value in values for choice in value.get("choices", ())]
     return "".join(d.get("text") or d.get("content") or "" for d in deltas)
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_a_reasoning_stream_is_resumed_wherever_it_is_cut(
+async def test_a_reasoning_stream_is_resumed_anywhere(
     tmp_path: Path, path: str, model: Path
 ) -> None:
     plan = CutPlan()

@@ -34,7 +34,6 @@ def chat(number: int, *, words: int = 80, answer: int | None = 80, **more: Any) 
 
 
 def text_of(response: httpx.Response) -> str:
-    """The text of a complete answer."""
     assert response.status_code == 200, response.text
     if response.headers["content-type"].startswith("application/json"):
         return str(response.json()["choices"][0]["message"]["content"])
@@ -47,7 +46,6 @@ def text_of(response: httpx.Response) -> str:
 
 
 async def burst(client: httpx.AsyncClient, bodies: Sequence[dict[str, Any]]) -> list[str]:
-    """The texts of the answers to these chats, which are asked for at once."""
     answers = await asyncio.gather(*(client.post(CHAT, json=body) for body in bodies))
     return [text_of(answer) for answer in answers]
 
@@ -73,7 +71,6 @@ async def two_pooled(
 
 @contextlib.asynccontextmanager
 async def one_pooled(**options: Any) -> AsyncIterator[tuple[BareGateway, list[str], EmulatedNode]]:
-    """A gateway over one node, the outcomes of its attempts, and the node."""
     async with (
         pooled(**options) as node,
         bare_gateway(a_spec("a", node.url, kv="shared"), serving=True) as gateway,
@@ -193,9 +190,7 @@ def pools(running: Running) -> list[int]:
 @pytest.mark.real
 @pytest.mark.slow
 @pytest.mark.smoke
-async def test_every_answer_of_stock_servers_comes_and_what_they_taught_lasts(
-    tmp_path: Path,
-) -> None:
+async def test_every_answer_of_stock_servers_comes_and_what_is_learnt_lasts(tmp_path: Path) -> None:
     stock = ("--parallel", "-1", "--exact")
     with real_server(*stock) as one, real_server(*stock) as two, real_server("--exact") as alone:
         limits = httpx.Limits(max_keepalive_connections=0)
