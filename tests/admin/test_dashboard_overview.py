@@ -28,10 +28,6 @@ pytestmark = [pytest.mark.slow, needs_browser]
 TRACED = float(os.environ.get("DASHBOARD_TRACE", "6"))
 """Seconds of the trace; 60 are what the docs tell."""
 LONGEST_TASK = 50.0  # milliseconds of the main thread
-TITLES = (
-    *("Tokens a second", "Time to first token, p95", "Prompt tokens from caches", "Busy slots"),
-    "Spent today (UTC)",
-)
 
 INKS = """() => {
   const canvas = document.querySelector("#timeline canvas");
@@ -53,19 +49,6 @@ FIRST_CALLER, DARK_FIRST_CALLER = "9,105,218", "88,166,255"
 
 async def inked(page: Page, colour: str, least: int = 20) -> None:
     await seen(lambda: page.evaluate(INKS), lambda dots: dots.get(colour, 0) >= least)
-
-
-async def test_five_figures_tell_how_much_is_done_and_what_it_costs(tmp_path: Path) -> None:
-    async with a_dashboard(tmp_path, chats=6, answer_tokens=40) as (_, _, page):
-        figures = page.locator("#figures li")
-        await expect(figures.locator("h2")).to_have_text(TITLES)
-        await expect(figures.nth(0).locator(".large")).to_have_text(re.compile(r"^[1-9]\d*"))
-        await expect(figures.nth(3).locator(".large")).to_have_text(re.compile(r"^[1-8] of 8$"))
-        for number in range(5):
-            line = figures.nth(number).locator("polyline")
-            await expect(line).to_have_attribute("points", re.compile(r"\d,\d"))
-        # Nothing runs on a GPU.
-        await expect(page.locator("#charts figure")).to_have_count(6)
 
 
 async def test_a_problem_is_a_line_that_unfolds_and_notices_can_be_hidden(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from playwright.async_api import FilePayload, expect
 
 from gateway.callers.keys import AdminRole
 from tests.admin.browser import confirm, needs_browser, opened_at
-from tests.admin.test_dashboard import ADMIN, HOSTILE, KEYS, a_dashboard, a_fleet, node_card, opened
+from tests.admin.test_dashboard import ADMIN, HOSTILE, KEYS, a_fleet, opened
 from tests.emulator import EmulatedNode
 from tests.emulator.routed_model import HostMemory, ModelFile
 from tests.emulator.router import EmulatedRouter
@@ -104,39 +104,6 @@ def a_day(running: Running, name: str) -> None:
     now = time.time()
     for minutes in (*range(24 * 60, 180, -5), *range(120, 0, -5)):
         history.read(name, now - 60 * minutes, minutes // 5 % 3, 2, node.speed)
-
-
-async def asked(running: Running, number: int) -> None:
-    """Send chats with one long beginning, so that nodes find it in their caches."""
-    for turn in range(number):
-        words = "You help the team with its mail. " * 60
-        messages = [{"role": "system", "content": words}, {"role": "user", "content": f"No {turn}"}]
-        response = await running.client.post("/v1/chat/completions", json={"messages": messages})
-        assert response.status_code == 200
-
-
-async def test_a_node_shows_its_day_and_what_its_cache_has_saved(tmp_path: Path) -> None:
-    name = "epyc-a-numa0"
-    speeds = {"decode_tps": 1000.0, "prefill_tps": 10_000.0}
-    fast: dict[str, Any] = {"answer_tokens": 2, "cache_ram": 0, **speeds}
-    async with a_dashboard(tmp_path, hosts="a", **fast) as (running, _, page):
-        a_day(running, name)
-        await asked(running, 6)
-        node = running.gateway.fleet.nodes[name]
-        cache = running.gateway.scheduler.fleet_sync.cache_of(node)
-        assert cache is not None
-        await node_card(page, name).get_by_role("link").click()
-        await expect(page.locator("#day .uplot")).to_have_count(3)
-        await expect(page.locator('[data-chart="busy"] .plot')).to_have_attribute(
-            "aria-label",
-            "Busy slots, the last 24 hours: busy from 0.0 to 2.0, now 1.0; "
-            "slots from 2.0 to 2.0, now 2.0",
-        )
-        await expect(page.locator("table.heat tbody tr")).to_have_count(len(cache.hits))
-        await page.get_by_role("link", name="All nodes").click()
-        await expect(page.locator("#nodes .node")).to_have_count(2)
-        await page.go_back()
-        await expect(page.locator("#day .uplot")).to_have_count(3)
 
 
 HOSTILE_NAME = "<img src=x onerror=alert(1)>'\"</script>/x"

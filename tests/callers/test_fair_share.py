@@ -74,15 +74,3 @@ def test_a_caller_with_many_users_has_one_share_and_they_divide_it(limit: int, c
     for _ in range(limit):
         ask(share, "other", limit)
     assert abs(share.held_by("web") - share.held_by("other")) <= 1
-
-
-def test_requests_without_a_user_count_as_one_user() -> None:
-    share = FairShare()
-    share.add("web", 5)
-    share.add("web", 2, "web/anna")
-    assert share.users_by_size("web") == ["web", "web/anna"]
-    assert share.victims("web", 1, 7, "web/anna") == ["web"]
-    assert share.victims("web", 1, 7) == []
-    share.remove("web", 5)
-    share.remove("web", 2, "web/anna")
-    assert (share.total, share.by_caller, share.by_user) == (0, {}, {})
