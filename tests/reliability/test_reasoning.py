@@ -11,7 +11,7 @@ import pytest
 from gateway.api import sse
 from gateway.local.demo_model import CHAT_TEMPLATE, DEMO_SHAPES, Token, TokenType, write_model
 from tests.gateways import Running, running_gateway
-from tests.reliability.cuts import SETTINGS
+from tests.reliability.cuts import SETTINGS, Outcome, run_cuts
 from tests.reliability.cutting_proxy import CutPlan, cutting_proxies
 from tests.servers import start_demo_servers
 
@@ -143,3 +143,24 @@ async def test_a_reasoning_stream_is_resumed_anywhere(
                 plan.arm(after)
                 assert as_client_sees(await streamed(running, path, words, stop)) == expected, after
                 assert plan.cuts == cuts + 1
+
+
+STREAMS = 20
+
+
+def check(outcome: Outcome, *, identical: int) -> None:
+    assert outcome.wrong == []
+    assert outcome.streams > STREAMS * 0.9
+    assert outcome.resumed >= outcome.streams
+    assert outcome.identical + outcome.other_continuation == outcome.streams
+    assert outcome.identical >= identical * outcome.streams / 100
+    assert outcome.usage_equal >= identical * outcome.streams / 100
+
+
+async def test_resumed_streams_of_word_fragments_are_nearly_always_identical() -> None:
+    check(await run_cuts(STREAMS, 7, "text", fragments=True), identical=90)
+
+
+@pytest.mark.smoke
+async def test_exactly_resumed_streams_are_always_identical() -> None:
+    check(await run_cuts(STREAMS, 7, "exact", fragments=True), identical=100)
