@@ -56,7 +56,6 @@ class WatchedPage:
 
 @contextlib.asynccontextmanager
 async def a_browser() -> AsyncIterator[Browser]:
-    """Chromium without a head."""
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
         try:
@@ -100,19 +99,16 @@ async def a_page(
 
 @contextlib.asynccontextmanager
 async def opened_at(url: str, **options: Any) -> AsyncIterator[WatchedPage]:
-    """The page in a browser of its own; the options are those of `a_page`."""
     async with a_browser() as browser, a_page(browser, url, **options) as watched:
         yield watched
 
 
 async def turn_to(page: Page, title: str) -> None:
-    """Go to the page of this title by the rail."""
     await page.locator("#rail").get_by_role("link", name=title).click()
     await expect(page.get_by_role("heading", level=1)).to_have_text(title)
 
 
 async def confirm(page: Page, question: str) -> None:
-    """Answer yes to what the page asks."""
     asked = page.locator("#confirm")
     await expect(asked).to_contain_text(question)
     await asked.get_by_role("button").last.click()

@@ -12,7 +12,7 @@ import pytest
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway
 from tests.polling import eventually
-from tests.web.two_keys import ALICE, BOB, client, gateway, kept, reason, two_callers
+from tests.web.two_keys import ALICE, BOB, gateway, kept, reason, two_callers
 
 pytestmark = pytest.mark.usefixtures("hurried")
 
@@ -35,8 +35,6 @@ async def upload(running: Running, content: bytes, **query: str) -> httpx.Respon
 
 
 async def shown(running: Running, id_: str, *statuses: str) -> dict[str, Any]:
-    """The batch, once it has one of these statuses."""
-
     async def look() -> dict[str, Any] | None:
         found: dict[str, Any] = (await running.admin.get(f"/admin/batches/{id_}")).json()
         return found if found["status"] in statuses else None
@@ -62,9 +60,7 @@ async def test_an_upload_is_the_batch_of_the_key_that_is_named(tmp_path: Path) -
         assert (await alice.batches.retrieve(batch["id"])).input_file_id == begun["input_file_id"]
         assert [one.id async for one in alice.files.list()] == [begun["input_file_id"]]
         assert not [one async for one in bob.batches.list()]
-        assert await audited(running) == [
-            ("batches.create", f"{batch['id']} for alice", "done"),
-        ]
+        assert await audited(running) == [("batches.create", f"{batch['id']} for alice", "done")]
 
 
 async def test_an_upload_that_is_no_batch_leaves_nothing(tmp_path: Path) -> None:
@@ -74,6 +70,8 @@ async def test_an_upload_that_is_no_batch_leaves_nothing(tmp_path: Path) -> None
         unnamed = await upload(running, jsonl("a"))
         assert reason(unnamed) == (404, "key_not_found")
         assert reason(await upload(running, jsonl("a"), key="alice", colour="red"))[0] == 400
+        unknown = await running.admin.post("/admin/batches/batch_none/cancel")
+        assert reason(unknown) == (404, "batch_not_found")
         wrong = await upload(running, jsonl("a"), key="alice", completion_window="soon")
         assert reason(wrong) == (400, "invalid_value")
         assert kept(tmp_path) == []
@@ -96,7 +94,12 @@ async def test_batches_of_all_keys_and_apis_are_listed_the_newest_first(tmp_path
         )
         ids.append(answer.json()["id"])
         await running.admin.post(f"/admin/batches/{ids[0]}/cancel")
-        await shown(running, ids[0], "cancelled")
+        cancelled = await shown(running, ids[0], "cancelled")
+        assert cancelled["errors_by_kind"] == [
+            {"code": "batch_cancelled", "lines": 1, "first_line": 1}
+        ]
+        late = await running.admin.post(f"/admin/batches/{ids[0]}/pause")
+        assert reason(late) == (409, "batch_ended")
 
         async def listed(**query: Any) -> tuple[list[str], str | None]:
             found = (await running.admin.get("/admin/batches", params=query)).json()
@@ -113,33 +116,6 @@ async def test_batches_of_all_keys_and_apis_are_listed_the_newest_first(tmp_path
         for query in ("state=some", "limit=101", "before=a%20b", "colour=red"):
             answer = await running.admin.get(f"/admin/batches?{query}")
             assert reason(answer)[0] == 400, query
-
-
-async def test_a_batch_is_paused_resumed_and_cancelled(tmp_path: Path) -> None:
-    async with gateway(tmp_path) as running, client(running) as alice:
-        id_ = (await upload(running, jsonl("a", "b"), key="alice")).json()["id"]
-        await shown(running, id_, "in_progress")
-
-        async def act(action: str) -> httpx.Response:
-            return await running.admin.post(f"/admin/batches/{id_}/{action}")
-
-        paused = (await act("pause")).json()["llama_gateway"]
-        assert paused["why_waiting"]["reason"] == paused["paused"]["reason"] == "paused"
-        assert (await act("resume")).json()["llama_gateway"]["paused"] is None
-        assert (await act("cancel")).status_code == 200
-        found = await shown(running, id_, "cancelled")
-        assert found["errors_by_kind"] == [
-            {"code": "batch_cancelled", "lines": 2, "first_line": 1},
-        ]
-        assert (await alice.batches.retrieve(id_)).status == "cancelled"
-        assert reason(await act("pause")) == (409, "batch_ended")
-        unknown = await running.admin.post("/admin/batches/batch_none/cancel")
-        assert reason(unknown) == (404, "batch_not_found")
-        assert [(action, outcome) for action, _, outcome in await audited(running)] == [
-            ("batches.create", "done"), ("batches.pause", "done"), ("batches.resume", "done"),
-            ("batches.cancel", "done"), ("batches.pause", "batch_ended"),
-            ("batches.cancel", "batch_not_found"),
-        ]  # fmt: skip
 
 
 async def test_results_and_errors_are_read_and_that_is_audited(tmp_path: Path) -> None:
@@ -159,12 +135,3 @@ async def test_results_and_errors_are_read_and_that_is_audited(tmp_path: Path) -
         assert (await audited(running))[1:] == [
             ("batches.results", id_, "done"), ("batches.errors", id_, "done"),
         ]  # fmt: skip
-
-
-async def test_without_a_store_there_are_no_batches(tmp_path: Path) -> None:
-    async with gateway(tmp_path, store={"url": "off"}) as running:
-        for answer in (
-            await running.admin.get("/admin/batches"),
-            await upload(running, jsonl("a"), key="alice"),
-        ):
-            assert reason(answer) == (501, "not_supported")

@@ -157,5 +157,4 @@ async def snippets(page: Page, *words: str) -> dict[str, str]:
 
 
 def agents() -> str:
-    """What the guide says of coding agents."""
     return GUIDE[GUIDE.index("## Coding agents") : GUIDE.index("### Evaluations")]

@@ -11,10 +11,11 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.async_api import Page, expect
+from playwright.async_api import Locator, Page, expect
 
 from gateway.callers.keys import AdminRole, new_key
-from tests.admin.browser import a_browser, a_page, confirm, needs_browser, opened_at, turn_to
+from gateway.terms import Priority
+from tests.admin.browser import a_browser, a_page, needs_browser, opened_at, turn_to
 from tests.emulator import EmulatedNode
 from tests.gateways import NO_TLS, Running, running_gateway, until
 
@@ -123,66 +124,10 @@ async def streams(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_an_operator_drains_resumes_and_probes_a_node_by_a_click(tmp_path: Path) -> None:
-    async with a_dashboard(tmp_path, at="nodes") as (running, _, page):
-        name = "epyc-a-numa1"
-        card, nodes = node_card(page, name), running.gateway.fleet.nodes
-        drain = card.get_by_role("button", name=f"Drain {name}")
-        await drain.click()
-        await page.get_by_role("button", name="Leave it").click()
-        await expect(drain).to_be_focused()
-        assert not nodes[name].draining
-        await drain.click()
-        await confirm(page, f"Drain {name}?")
-        await expect(card.locator(".state")).to_contain_text("draining")
-        assert nodes[name].draining
-        await card.get_by_role("button", name=f"Resume {name}").click()
-        await expect(card.locator(".state")).to_contain_text("ready")
-        assert not nodes[name].draining
-        await card.get_by_role("link", name=name).click()
-        await page.locator("#node").get_by_role("button", name="Probe").click()
-        await expect(page.locator("#toasts")).to_contain_text(f"{name}:")
-
-
-async def test_an_operator_cancels_a_request_by_a_click(tmp_path: Path) -> None:
-    async with a_dashboard(tmp_path, at="requests") as (running, _, page):
-        body = {"messages": [{"role": "user", "content": "words-nobody-knows"}], "stream": True}
-        async with running.client.stream(
-            "POST", "/v1/chat/completions", json=body, headers={"x-request-id": "mine-17"}
-        ) as response:
-            lines = response.aiter_lines()
-            await anext(lines)
-            await expect(page.locator("#requests tbody tr")).to_have_count(1)
-            assert "words-nobody-knows" not in await page.content()
-            await page.get_by_role("button", name="Cancel request mine-17").click()
-            await confirm(page, "Cancel request mine-17?")
-            rest = "\n".join([line async for line in lines])
-            assert "operator" in rest
-        await expect(page.locator("#requests")).to_contain_text("Nothing waits and nothing runs")
-
-
-async def test_an_explanation_that_can_not_be_had_says_so(tmp_path: Path) -> None:
-    async with (
-        a_fleet(tmp_path, hosts="a") as (running, _),
-        streams(running, 1),
-        opened_at(running.admin_url, at="requests") as watched,
-    ):
-        page = watched.page
-        await page.get_by_role("link", name="Why request").first.click()
-        await expect(page.locator("#request")).to_contain_text("Attempt 1")
-        await page.context.set_offline(offline=True)
-        await page.get_by_role("button", name="Ask again").click()
-        await expect(page.get_by_role("alert")).to_have_text("The gateway does not answer.")
-        # What was known last is still there.
-        await expect(page.locator("#request")).to_contain_text("Attempt 1")
-
-
 @pytest.mark.parametrize(
     "wrong", ["lg_wrong_wrong", "lg_\u2013\u200b_key"], ids=["unknown", "no header"]
 )
-async def test_a_wrong_key_is_refused_and_the_key_is_stored_nowhere(
-    wrong: str, tmp_path: Path
-) -> None:
+async def test_a_wrong_key_is_refused_and_no_key_is_stored(wrong: str, tmp_path: Path) -> None:
     """Also one with characters that no header takes."""
     async with (
         a_fleet(tmp_path, hosts="a", settings={"admin": ADMIN}) as (running, _),
@@ -216,48 +161,7 @@ async def test_a_viewer_sees_the_fleet_and_may_change_nothing(tmp_path: Path) ->
             assert await page.locator("#page button, #page input, dialog[open]").count() == 0
 
 
-async def test_hostile_words_of_nodes_and_callers_stay_text(tmp_path: Path) -> None:
-    async with EmulatedNode(model=HOSTILE, decode_tps=20.0, answer_tokens=500) as node:
-        spec = {
-            "name": "node-0", "url": node.url,
-            "labels": {"rack": HOSTILE, "numa": HOSTILE}, "model": {HOSTILE: HOSTILE},
-        }  # fmt: skip
-        async with (
-            running_gateway(tmp_path, [spec]) as running,
-            opened(running, at="requests") as page,
-        ):
-            body = {"messages": [{"role": "user", "content": HOSTILE}], "model": HOSTILE,
-                    "stream": True}  # fmt: skip
-            async with running.client.stream("POST", "/v1/chat/completions", json=body) as response:
-                lines = response.aiter_lines()
-                await anext(lines)
-                await expect(page.locator("#requests tbody tr")).to_have_count(1)
-                text = await page.locator("#page").inner_text()
-                await page.get_by_role("link", name="Why request").click()
-                why = page.locator("#request")
-                await expect(why).to_contain_text("model <img src=x onerror=alert(1)>")
-                assert "\u202e" not in await why.inner_text()
-                assert await why.locator("img, script").count() == 0
-                await turn_to(page, "Nodes")
-                await page.get_by_role("link", name="node-0", exact=True).click()
-                await expect(page.locator("#node")).to_contain_text("rack=<img src=x")
-                text += await page.locator("#page").inner_text()
-                assert text.count("<img src=x onerror=alert(1)>") > 1
-                assert "\u202e" not in text
-                assert "\u0007" not in text
-                assert await page.locator("#page img, #page script").count() == 0
-                await page.evaluate("hash => { location.hash = hash; }", f"#/{HOSTILE}")
-                await expect(page.locator("#page")).to_have_text("There is no such page.")
-                await page.evaluate("hash => { location.hash = hash; }", f"#/nodes/{HOSTILE}")
-                await expect(page.locator("#node")).to_contain_text("not in the inventory")
-                assert await page.locator("#page img, #page script").count() == 0
-
-
-# The addresses of pages and of the things on them, and the way back.
-
-
 async def is_at(page: Page, address: str) -> None:
-    """Wait until the page is at the address."""
     await expect(page).to_have_url(re.compile(rf"/#/{re.escape(address)}$"))
 
 
@@ -275,58 +179,14 @@ async def test_each_page_has_an_address_a_title_and_the_way_back(tmp_path: Path)
         await expect(page.get_by_role("heading", level=1)).to_have_text("Models")
         await page.go_forward()
         await expect(page.get_by_role("heading", level=1)).to_have_text("Playground")
-
-
-async def test_a_node_has_a_page_from_which_the_way_back_leads_to_where_the_reader_was(
-    tmp_path: Path,
-) -> None:
-    async with a_fleet(tmp_path, hosts="a") as (running, _):
-        async with opened(running) as page:
-            name, shown = "epyc-a-numa1", page.locator("#node")
-            await page.locator(f'[data-node="{name}"] a').click()
-            await is_at(page, f"nodes/{name}")
-            await expect(page).to_have_title(f"{name} · Nodes · llama-gateway")
-            await page.go_back()
-            await expect(page.locator("#charts")).to_be_attached()
-            await expect(shown).to_have_count(0)
-        # Sent to a colleague, it opens the same.
-        async with opened(running, at=f"nodes/{name}") as page:
-            await expect(page.locator("#node")).to_contain_text("NUMA node 1")
-            await expect(page.locator("#rail [aria-current=page]")).to_have_text("Nodes")
-            await page.get_by_role("link", name="All nodes").click()
-            await is_at(page, "nodes")
-
-
-async def test_what_is_looked_for_is_in_the_address(tmp_path: Path) -> None:
-    async with a_fleet(tmp_path) as (running, _):
-        async with opened(running, at="nodes") as page:
-            await page.keyboard.press("/")
-            await page.keyboard.type("epyc-b")
-            await page.locator("#nodes select").select_option("tiles")
-            await is_at(page, "nodes?find=epyc-b&size=tiles")
-            address = page.url.partition("#/")[2]
-        async with opened(running, at=address) as page:
-            await expect(page.locator(".tiles .node")).to_have_count(2)
-            await expect(page.locator("#nodes input")).to_have_value("epyc-b")
-            await page.locator(".tiles .node").first.get_by_role("link").click()
-            await expect(page.locator("#node")).to_be_visible()
-            await page.go_back()
-            await is_at(page, address)
-
-
-async def test_the_keyboard_reaches_the_page_past_the_rail(tmp_path: Path) -> None:
-    async with a_dashboard(tmp_path, hosts="a") as (_, _, page):
-        await turn_to(page, "Nodes")
+        # The keyboard reaches the page past the rail.
         await page.reload()
         await expect(page.locator("#rail [aria-current]")).to_be_visible()
         await page.keyboard.press("Tab")
         await expect(page.get_by_role("link", name="Skip to the page")).to_be_focused()
         await page.keyboard.press("Enter")
         await expect(page.locator("#page")).to_be_focused()
-        await is_at(page, "nodes")
-
-
-# An operator in a bad night: the connection, the key, the keyboard.
+        await is_at(page, "playground")
 
 
 WITHOUT_OPERATOR = {"keys": [key for key in ADMIN["keys"] if key["role"] != "operator"]}
@@ -359,9 +219,7 @@ async def test_a_page_without_its_gateway_does_not_look_calm_and_comes_back(tmp_
                 await expect(page.get_by_role("button", name="Reload")).to_have_count(0)
 
 
-async def test_a_revoked_key_is_asked_for_anew_and_the_page_is_whole_with_another(
-    tmp_path: Path,
-) -> None:
+async def test_after_a_revoked_key_the_page_is_whole_with_another_one(tmp_path: Path) -> None:
     async with a_dashboard(tmp_path, AdminRole.OPERATOR, at="nodes") as (running, _, page):
         await page.locator("#nodes input").fill("epyc-a")
         await page.locator("#nodes select").select_option("tiles")
@@ -385,33 +243,7 @@ async def test_a_revoked_key_is_asked_for_anew_and_the_page_is_whole_with_anothe
         await expect(page.locator(".uplot").first).to_be_visible()
 
 
-async def test_a_key_file_may_have_any_text(tmp_path: Path) -> None:
-    (tmp_path / "key").write_text("schlüssel-für-die-nacht-\u2603")
-    settings = {"admin": {"key_file": str(tmp_path / "key")}}
-    async with (
-        a_fleet(tmp_path, hosts="a", settings=settings) as (running, _),
-        opened_at(running.admin_url, key="schlüssel-für-die-nacht-\u2603") as watched,
-    ):
-        await expect(watched.page.locator("#nodes .node")).to_have_count(2)
-
-
-async def test_a_chosen_state_can_be_left_though_no_node_is_in_it_any_more(tmp_path: Path) -> None:
-    async with a_dashboard(tmp_path, at="nodes") as (running, _, page):
-        running.gateway.fleet.drain("epyc-a-numa0")
-        chip = page.locator(".chip", has_text="draining")
-        await chip.click()
-        await expect(page.locator("#nodes .node")).to_have_count(1)
-        running.gateway.fleet.resume("epyc-a-numa0")
-        await expect(page.locator("#nodes")).to_contain_text("No node is like that")
-        await expect(chip).to_contain_text("0")
-        await chip.click()
-        await expect(page.locator("#nodes .node")).to_have_count(4)
-        await expect(chip).to_have_count(0)
-
-
-async def test_the_keyboard_alone_drains_and_resumes_and_a_held_key_does_nothing(
-    tmp_path: Path,
-) -> None:
+async def test_the_keyboard_alone_drains_and_resumes_but_not_a_held_key(tmp_path: Path) -> None:
     async with a_dashboard(tmp_path, at="nodes") as (running, _, page):
         name = "epyc-a-numa1"
         nodes = running.gateway.fleet.nodes
@@ -444,3 +276,101 @@ async def test_the_keyboard_alone_drains_and_resumes_and_a_held_key_does_nothing
         await expect(page.locator("body > #toasts")).to_contain_text("back at work")
         await page.go_back()
         await expect(node_card(page, name)).to_be_visible()
+
+
+async def test_the_playground_tells_its_place_and_how_long_it_has_waited(tmp_path: Path) -> None:
+    node: dict[str, Any] = {"slots": 1, "decode_tps": 20.0, "answer_tokens": 2000}
+    body = {"messages": [{"role": "user", "content": "Hello"}], "stream": True}
+    async with (
+        running_gateway(tmp_path, [EmulatedNode(**node)]) as running,
+        opened(running, at="playground") as page,
+    ):
+        async with running.client.stream("POST", "/v1/chat/completions", json=body) as busy:
+            answer = busy.aiter_bytes()
+            await anext(answer)
+            await page.get_by_label("Message").fill("Hello there")
+            await page.get_by_label("Most tokens").fill("3")
+            await page.get_by_role("button", name="Send").click()
+            await until(lambda: running.gateway.scheduler.depths()[Priority.NORMAL] == 1)
+            way = page.locator(".turn.assistant .way")
+            told = re.compile(r"^Place 1 in the queue, waited [1-9]\d*(\.\d)? s")
+            await expect(way).to_have_text(told)
+        await expect(way).to_contain_text("node-0 (cpu) answered")
+        await expect(way).to_contain_text("prompt tokens cached")
+        await expect(page.locator(".turn.assistant .text")).not_to_be_empty()
+        waited = re.search(r"waited (\d+(?:\.\d)?) s", await way.inner_text())
+        assert waited is not None
+        assert float(waited[1]) >= 1.0
+
+
+async def ask(
+    running: Running, name: str, class_: str = "normal", *, key: str = "", **body: Any
+) -> None:
+    ledger = running.gateway.ledger
+    assert ledger is not None
+    written = ledger.written
+    asked = {"messages": [{"role": "user", "content": "Say something."}], "stream": True, **body}
+    headers = {"x-request-id": name, "x-priority": class_}
+    if key:
+        headers["authorization"] = f"Bearer {key}"
+    await running.client.post("/v1/chat/completions", json=asked, headers=headers)
+    await until(lambda: ledger.written > written)
+
+
+def names(page: Page) -> Locator:
+    return page.locator("#ended tbody th code")
+
+
+async def test_what_has_ended_is_listed_with_its_life_as_the_address_says(tmp_path: Path) -> None:
+    async with a_fleet(tmp_path, hosts="a", answer_tokens=20, decode_tps=40.0) as (running, nodes):
+        await ask(running, "plain")
+        await ask(running, "of-premium", "premium")
+        for node in nodes.values():
+            node.faults.next("status", 9, status=400)
+        await ask(running, "went-wrong", max_tokens=3)
+        async with opened(running, at="requests?class=premium") as page:
+            await expect(names(page)).to_have_text(["of-premium"])
+            await expect(page.get_by_label("Class")).to_have_value("premium")
+            row = page.locator("#ended tbody tr")
+            await expect(row).to_contain_text("200 ok")
+            # Twenty tokens at forty a second; the numbers are there as text, too.
+            await expect(row.locator("td").nth(3)).to_have_text(re.compile(r"^0\.\d s writing$"))
+            await expect(row.locator("line.writing")).to_have_count(1)
+            # The fields change the address, and so does a word for a common question.
+            await page.get_by_label("Class").select_option("any")
+            await expect(names(page)).to_have_text(["went-wrong", "of-premium", "plain"])
+            await page.get_by_label("Slower than").fill("0.3")
+            await page.keyboard.press("Enter")
+            await expect(page).to_have_url(re.compile(r"#/requests\?slower=0\.3$"))
+            await expect(names(page)).to_have_text(["of-premium", "plain"])
+            await page.get_by_role("link", name="Failed today").click()
+            await expect(names(page)).to_have_text(["went-wrong"])
+            await expect(page.get_by_label("Outcome")).to_have_value("failed")
+            await expect(page.locator("#ended .bad")).to_contain_text("400")
+            await page.go_back()
+            await expect(names(page)).to_have_text(["of-premium", "plain"])
+            await expect(page.get_by_label("Slower than")).to_have_value("0.3")
+
+
+async def test_a_request_is_followed_to_its_end_beside_what_was_predicted(tmp_path: Path) -> None:
+    async with a_fleet(tmp_path, hosts="a", answer_tokens=300, decode_tps=25.0) as (running, _):
+        asked = asyncio.create_task(ask(running, "mine"))
+        await until(lambda: len(running.gateway.registry) == 1)
+        async with opened(running, at="requests/mine") as page:
+            told = page.locator("#request")
+            await expect(told.get_by_role("heading", level=2)).to_have_text("Request mine")
+            await expect(told).to_contain_text("running for")
+            # By itself.
+            await expect(told).to_contain_text("finished, 200 after")
+            await expect(told.get_by_role("button", name="Cancel")).to_have_count(0)
+            await expect(told).to_contain_text(re.compile(r"Its life: .*1\d s writing"))
+            compared = told.get_by_role("region", name="Nodes that were compared")
+            await expect(compared.locator("tbody tr")).to_have_count(2)
+            await expect(compared.locator("tbody tr").first).to_contain_text("chosen")
+            await expect(compared.locator("line.writing")).to_have_count(2)
+            course = told.get_by_role("region", name="What was predicted, and what came")
+            await expect(course.locator("tbody tr").first.locator("line.writing")).to_have_count(2)
+            await expect(course).to_contain_text(re.compile(r"Answer tokens\s*\d+\s*300"))
+            await told.get_by_role("link", name="demo").click()
+            await expect(page).to_have_url(re.compile("#/models/demo$"))
+        await asked

@@ -20,8 +20,7 @@ from gateway.callers.keys import AdminRole, new_key
 from tests.admin.browser import needs_browser, opened_at
 from tests.admin.test_caller_page import open_with, own_page
 from tests.admin.test_dashboard import ADMIN, AXE, HOSTILE, KEYS, streams
-from tests.admin.test_dashboard_models import GIB, order
-from tests.admin.test_dashboard_settings import a_day, written
+from tests.admin.test_dashboard_settings import GIB, a_day, order, written
 from tests.callers.metered_gateway import recorded
 from tests.emulator import EmulatedNode
 from tests.emulator.routed_model import HostMemory, ModelFile
@@ -161,7 +160,6 @@ async def doubled(page: Page) -> None:
 
 
 async def wrong(page: Page, at: str) -> list[str]:
-    """What is wrong with what is shown."""
     found = await page.evaluate("window.looks()")
     return [f"{at}: {kind}: {one}" for kind, all_ in found.items() for one in all_]
 
@@ -196,6 +194,9 @@ async def test_every_page_is_whole_whatever_its_names(tmp_path: Path, condition:
                 await page.get_by_role("button", name="Send").click()
                 await expect(page.locator(".turn.assistant")).to_be_visible()
             found += await wrong(page, address)
+            # Names are texts, whatever they are.
+            assert await page.locator("#page img, #page script").count() == 0
+            assert not {"\u202e", "\u0007"} & {*await page.locator("#page").inner_text()}
             found += await of_questions(page, address)
             found += await of_forms(page, address)
         if condition == "phone, large letters":  # an example need not fit into its field
@@ -248,9 +249,7 @@ async def first_button(page: Page, word: str) -> Locator | None:
 
 
 @pytest.mark.parametrize("condition", CONDITIONS)
-async def test_the_page_of_callers_is_whole_whatever_its_names(
-    tmp_path: Path, condition: str
-) -> None:
+async def test_the_callers_page_is_whole_whatever_its_names(tmp_path: Path, condition: str) -> None:
     context = {**CONDITIONS[condition], "bypass_csp": True}
     async with a_gateway(tmp_path) as (running, _), own_page(running, None, **context) as watched:
         page = watched.page

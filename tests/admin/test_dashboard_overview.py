@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
 import json
 import os
 import re
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,9 @@ from playwright.async_api import Page, expect
 from gateway.admin.why import TIMELINE_SECONDS
 from gateway.callers.keys import AdminRole
 from gateway.schedule.decision_log import MOST_GRANTS, Grant
-from tests.admin.browser import a_browser, a_page, needs_browser, turn_to
+from tests.admin.browser import PATIENCE, a_browser, a_page, needs_browser
 from tests.admin.test_dashboard import a_dashboard, a_fleet, node_card, opened, streams
-from tests.admin.test_dashboard_wall import seen
-from tests.emulator import EmulatedNode
-from tests.gateways import Running, running_gateway
+from tests.gateways import Running
 from tests.virtual import now
 
 pytestmark = [pytest.mark.slow, needs_browser]
@@ -27,10 +28,6 @@ pytestmark = [pytest.mark.slow, needs_browser]
 TRACED = float(os.environ.get("DASHBOARD_TRACE", "6"))
 """Seconds of the trace; 60 are what the docs tell."""
 LONGEST_TASK = 50.0  # milliseconds of the main thread
-TITLES = (
-    *("Tokens a second", "Time to first token, p95", "Prompt tokens from caches", "Busy slots"),
-    "Spent today (UTC)",
-)
 
 INKS = """() => {
   const canvas = document.querySelector("#timeline canvas");
@@ -51,38 +48,7 @@ FIRST_CALLER, DARK_FIRST_CALLER = "9,105,218", "88,166,255"
 
 
 async def inked(page: Page, colour: str, least: int = 20) -> None:
-    """Wait until so many dots of the timeline have the colour."""
     await seen(lambda: page.evaluate(INKS), lambda dots: dots.get(colour, 0) >= least)
-
-
-async def test_five_figures_tell_how_much_is_done_and_what_it_costs(tmp_path: Path) -> None:
-    async with a_dashboard(tmp_path, chats=6, answer_tokens=40) as (_, _, page):
-        figures = page.locator("#figures li")
-        await expect(figures.locator("h2")).to_have_text(TITLES)
-        await expect(figures.nth(0).locator(".large")).to_have_text(re.compile(r"^[1-9]\d*"))
-        await expect(figures.nth(3).locator(".large")).to_have_text(re.compile(r"^[1-8] of 8$"))
-        for number in range(5):
-            line = figures.nth(number).locator("polyline")
-            await expect(line).to_have_attribute("points", re.compile(r"\d,\d"))
-        # Nothing runs on a GPU.
-        await expect(page.locator("#charts figure")).to_have_count(6)
-
-
-async def test_money_is_absent_where_nothing_has_a_price(tmp_path: Path) -> None:
-    async with (
-        EmulatedNode() as node,
-        running_gateway(tmp_path, [node.url]) as running,
-        opened(running) as page,
-    ):
-        await expect(page.locator("#figures li")).to_have_count(4)
-        await expect(page.locator("#charts figure").first).to_be_visible()
-        # Nor has any request had a first token, or a prompt that a cache might have had.
-        for unfed in ("money", "spent", "gpu", "ttft", "cached"):
-            assert await page.locator(f'[data-chart="{unfed}"]').count() == 0, unfed
-        # There is no router, so no memory is drawn.
-        await turn_to(page, "Models")
-        await expect(page.locator("#names tbody tr")).to_have_count(1)
-        assert await page.locator("#models").count() == 0
 
 
 async def test_a_problem_is_a_line_that_unfolds_and_notices_can_be_hidden(tmp_path: Path) -> None:
@@ -126,10 +92,6 @@ async def test_the_timeline_draws_what_slots_do_and_tells_it_in_words(tmp_path: 
         row = picture.locator("tbody tr", has_text="epyc-a-numa0")
         await expect(row.locator("td").nth(1)).to_have_text("2")
         await expect(picture.locator(".chip.caller")).to_have_text(["anonymous:127.0.0.1"])
-        await page.emulate_media(color_scheme="light")
-        await inked(page, FIRST_CALLER)
-        await page.emulate_media(color_scheme="dark")
-        await inked(page, DARK_FIRST_CALLER)
         await page.emulate_media(color_scheme="dark", forced_colors="active")
         await inked(page, DARK_FIRST_CALLER)
         await page.emulate_media(color_scheme="light", forced_colors="none")
@@ -217,3 +179,105 @@ def main_tasks(trace: dict[str, Any]) -> list[float]:
         if one["name"] in {"RunTask", "ThreadControllerImpl::RunTask"}
         and (one["pid"], one["tid"]) in main
     )
+
+
+EDGE = "136,150,165"
+WRITING, DARK_WRITING = "32,120,184", "74,163,223"
+
+INK = """(name) => {
+  const canvas = document.querySelector(".wall canvas");
+  const node = document.querySelector(`[data-node="${name}"]`)?.getBoundingClientRect();
+  // Until the wall is laid out, nothing is drawn.
+  if (!canvas?.width || !node?.width) return [];
+  const scale = canvas.width / canvas.clientWidth, corner = canvas.getBoundingClientRect();
+  const { data } = canvas.getContext("2d").getImageData((node.left - corner.left) * scale,
+    (node.top - corner.top) * scale, node.width * scale, node.height * scale);
+  const colours = new Set();
+  for (let place = 0; place < data.length; place += 4) {
+    if (data[place + 3] === 255) colours.add(data.slice(place, place + 3).join());
+  }
+  return [...colours];
+}"""
+"""The colours that the wall's canvas has where a node stands."""
+
+
+async def seen(look: Callable[[], Any], is_right: Callable[[Any], bool]) -> None:
+    found = None
+    try:
+        async with asyncio.timeout(PATIENCE / 1000):
+            while not is_right(found := await look()):  # noqa: ASYNC110 - there is no event
+                await asyncio.sleep(0.1)
+    except TimeoutError:
+        raise AssertionError(f"at last: {found}") from None
+
+
+async def drawn(page: Page, *names: str, colour: str = EDGE) -> None:
+    async def colours() -> set[str]:
+        return {found for name in names for found in await page.evaluate(INK, name)}
+
+    await seen(colours, lambda found: colour in found)
+
+
+@contextlib.asynccontextmanager
+async def a_wall(folder: Path, **node: Any) -> AsyncIterator[tuple[Running, Page]]:
+    async with (
+        a_fleet(folder, **node) as (running, _),
+        opened(running, at="nodes", color_scheme="light") as page,
+    ):
+        await page.locator("#nodes select").select_option("dots")
+        await expect(page.locator(".dots .node")).to_have_count(4)
+        await page.wait_for_selector(".wall canvas")
+        yield running, page
+
+
+async def test_the_wall_draws_the_slots_of_each_node_and_follows_them(tmp_path: Path) -> None:
+    async with a_wall(tmp_path) as (running, page):
+        nodes = list(running.gateway.fleet.nodes)
+        for name in nodes:
+            await drawn(page, name)
+        running.gateway.fleet.drain("epyc-a-numa0")
+        async with streams(running, 2):
+            writing = [name for name in nodes if name != "epyc-a-numa0"]
+            await drawn(page, *writing, colour=WRITING)
+            assert WRITING not in await page.evaluate(INK, "epyc-a-numa0")
+            await page.get_by_role("button", name="Colours: auto").click()
+            await page.get_by_role("button", name="Colours: light").click()
+            await drawn(page, *writing, colour=DARK_WRITING)
+        await page.get_by_role("button", name="Colours: dark").click()
+        # A smaller page places the nodes elsewhere, and a search leaves one at the first place.
+        await page.set_viewport_size({"width": 390, "height": 844})
+        for name in nodes:
+            await drawn(page, name)
+        await page.locator("#nodes input").fill("epyc-b-numa1")
+        await expect(page.locator(".dots .node")).to_have_count(1)
+        await drawn(page, "epyc-b-numa1")
+        await page.locator(".dots .node").click()
+        await expect(page.locator("#node")).to_contain_text("epyc-b-numa1")
+
+
+@pytest.mark.parametrize("size", ["dots", "tiles"])
+async def test_the_tab_key_stops_once_and_arrows_go_on(tmp_path: Path, size: str) -> None:
+    async with a_wall(tmp_path) as (_, page):
+        names = ["epyc-a-numa0", "epyc-a-numa1", "epyc-b-numa0", "epyc-b-numa1"]
+        chosen = page.locator("#nodes select")
+        await chosen.select_option(size)
+        await chosen.focus()
+        for key, name in (
+            *(("Tab", names[0]), ("ArrowLeft", names[0]), ("ArrowRight", names[1])),
+            *(("End", names[3]), ("Home", names[0]), ("ArrowRight", names[1])),
+        ):
+            await page.keyboard.press(key)
+            await expect(page.locator(f'.{size} [data-node="{name}"] a')).to_be_focused()
+        await page.keyboard.press("Shift+Tab")
+        await expect(chosen).to_be_focused()
+        for _ in range(2):
+            await page.keyboard.press("Tab")
+        await expect(page.locator("#nodes :focus")).to_have_count(0)
+        # The node that had the focus goes: the list can be reached again.
+        await page.locator("#nodes input").fill("epyc-b")
+        await expect(page.locator(f".{size} [data-node]")).to_have_count(2)
+        await chosen.focus()
+        await page.keyboard.press("Tab")
+        await expect(page.locator(f'.{size} [data-node="{names[2]}"] a')).to_be_focused()
+        await page.keyboard.press("Enter")
+        await expect(page.locator("#node")).to_contain_text(names[2])

@@ -22,7 +22,7 @@ from gateway.callers.keys import AdminRole, new_key
 from gateway.watch.history import STEP_SECONDS
 from tests.admin.browser import a_browser, a_page, needs_browser
 from tests.admin.test_dashboard import ADMIN, KEYS, a_fleet, streams
-from tests.admin.test_dashboard_models import order
+from tests.admin.test_dashboard_settings import order
 from tests.emulator import EmulatedNode
 from tests.emulator.routed_model import HostMemory, ModelFile
 from tests.emulator.router import EmulatedRouter
@@ -78,7 +78,6 @@ def settings() -> dict[str, Any]:
 
 
 def a_router() -> EmulatedRouter:
-    """A server that loads models on demand, into the memory of one host."""
     memory = HostMemory(64 * GIB)
     return EmulatedRouter(FILES, models_max=0, memory=memory, slots=2, decode_tps=12.0)
 
@@ -156,7 +155,6 @@ async def at_work(running: Running, nodes: Mapping[str, EmulatedNode]) -> None:
 
 
 async def each_page(page: Page, folder: Path) -> None:
-    """Keep a picture of each other page."""
     for link in (await page.locator("#rail a").all())[1:]:
         address = await link.get_attribute("href")
         assert address is not None

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
+import re
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.async_api import expect
+from playwright.async_api import FilePayload, Page, expect
 
-from gateway.callers.keys import AdminRole
+from gateway.callers.keys import AdminRole, hash_key, new_key
 from tests.admin.browser import confirm, needs_browser, opened_at
-from tests.admin.test_dashboard import (
-    ADMIN,
-    HOSTILE,
-    KEYS,
-    a_dashboard,
-    a_fleet,
-    node_card,
-    opened,
-)
-from tests.gateways import Running, until
+from tests.admin.test_dashboard import ADMIN, HOSTILE, KEYS, a_fleet, opened
+from tests.callers.metered_gateway import recorded
+from tests.emulator import EmulatedNode
+from tests.emulator.routed_model import HostMemory, ModelFile
+from tests.emulator.router import EmulatedRouter
+from tests.gateways import Running, running_gateway, until
+from tests.stored.batch_gateway import CALM, KEY, key, lines
 
 pytestmark = [pytest.mark.slow, needs_browser]
 
@@ -107,34 +109,216 @@ def a_day(running: Running, name: str) -> None:
         history.read(name, now - 60 * minutes, minutes // 5 % 3, 2, node.speed)
 
 
-async def asked(running: Running, number: int) -> None:
-    """Send chats with one long beginning, so that nodes find it in their caches."""
-    for turn in range(number):
-        words = "You help the team with its mail. " * 60
-        messages = [{"role": "system", "content": words}, {"role": "user", "content": f"No {turn}"}]
-        response = await running.client.post("/v1/chat/completions", json={"messages": messages})
-        assert response.status_code == 200
+HOSTILE_NAME = "<img src=x onerror=alert(1)>'\"</script>/x"
+GIB = 1 << 30
+FILES = {
+    "small": ModelFile(memory=2 * GIB),
+    HOSTILE_NAME: ModelFile(memory=4 * GIB, load_seconds=2.0),
+    "large": ModelFile(memory=9 * GIB, load_seconds=60.0),
+}
+SIZES = {"models": {name: {"memory": f"{file.memory}"} for name, file in FILES.items()}}
 
 
-async def test_a_node_shows_its_day_and_what_its_cache_has_saved(tmp_path: Path) -> None:
-    name = "epyc-a-numa0"
-    speeds = {"decode_tps": 1000.0, "prefill_tps": 10_000.0}
-    fast: dict[str, Any] = {"answer_tokens": 2, "cache_ram": 0, **speeds}
-    async with a_dashboard(tmp_path, hosts="a", **fast) as (running, _, page):
-        a_day(running, name)
-        await asked(running, 6)
-        node = running.gateway.fleet.nodes[name]
-        cache = running.gateway.scheduler.fleet_sync.cache_of(node)
-        assert cache is not None
-        await node_card(page, name).get_by_role("link").click()
-        await expect(page.locator("#day .uplot")).to_have_count(3)
-        await expect(page.locator('[data-chart="busy"] .plot')).to_have_attribute(
-            "aria-label",
-            "Busy slots, the last 24 hours: busy from 0.0 to 2.0, now 1.0; "
-            "slots from 2.0 to 2.0, now 2.0",
-        )
-        await expect(page.locator("table.heat tbody tr")).to_have_count(len(cache.hits))
-        await page.get_by_role("link", name="All nodes").click()
-        await expect(page.locator("#nodes .node")).to_have_count(2)
+async def order(running: Running, verb: str, model: str, node: str = "r1") -> None:
+    body = {"order": verb, "model": model, "node": node}
+    response = await running.admin.post("/admin/placements", json=body)
+    assert response.status_code == 200, response.text
+
+
+async def test_the_memory_of_a_host_fills_with_models_whatever_their_names(tmp_path: Path) -> None:
+    memory, name = HostMemory(64 * GIB), f"r1/{HOSTILE_NAME}"
+    router = EmulatedRouter(FILES, models_max=0, memory=memory, slots=2, decode_tps=20)
+    async with router:
+        spec = {"name": "r1", "url": router.url, "host": "big", "memory": "16GiB"}
+        async with (
+            running_gateway(tmp_path, [spec], SIZES, wait_ready=False) as running,
+            opened(running, at="models") as page,
+        ):
+            nodes, picture = running.gateway.fleet.nodes, page.locator("#models")
+            await expect(picture).to_contain_text("big 0 MiB of 16.0 GiB taken")
+            await order(running, "pin", "small")
+            await order(running, "load", HOSTILE_NAME)
+            row = picture.locator("li[data-model]").filter(has_text=name)
+            await expect(row).to_contain_text("ready, 4.0 GiB, 0 of 2 slots busy")
+            small = "r1/small ready, 2.0 GiB, 0 of 2 slots busy, pinned"
+            await expect(picture).to_contain_text(small)
+            await expect(picture).to_contain_text("big 6.0 GiB of 16.0 GiB taken")
+            bars = await picture.locator("rect.filled").all()
+            assert [await bar.get_attribute("width") for bar in bars] == ["248", "123"]
+            # One that is being loaded tells how far it is.
+            await order(running, "load", "large")
+            loading = picture.locator("li[data-model]").filter(has_text="r1/large")
+            await expect(loading).to_contain_text(re.compile(r"loading, \d+ %, 9.0 GiB"))
+            await row.get_by_role("link").click()
+            shown = page.locator("#node")
+            await shown.get_by_role("button", name="Drain").click()
+            await confirm(page, HOSTILE_NAME)
+            await expect(shown.locator(".state")).to_contain_text("draining")
+            assert nodes[name].draining
+            assert await page.locator("#page img, #page script").count() == 0
+
+
+HOSTILE_KEY = "<img src=x onerror=alert(1)>\u202e"
+
+
+async def test_a_batch_is_uploaded_followed_paused_cancelled_and_downloaded(tmp_path: Path) -> None:
+    node = EmulatedNode(slots=1, decode_tps=4, answer_tokens=20)
+    content = "".join(json.dumps(one) + "\n" for one in [*lines(40), {"custom_id": HOSTILE_KEY}])
+    async with (
+        running_gateway(tmp_path, [node], {"keys": [key(name=HOSTILE_KEY)], **CALM}) as running,
+        opened_at(running.admin_url, at="batches") as watched,
+    ):
+        page = watched.page
+        await page.get_by_text("Upload a batch").click()
+        file: FilePayload = {"name": "in.jsonl", "mimeType": "", "buffer": content.encode()}
+        await page.get_by_label("File").set_input_files(file)
+        for name in ("nobody", "k1"):
+            await page.get_by_label("For the key").fill(name)
+            await page.get_by_role("button", name="Upload", exact=True).click()
+            if name == "nobody":
+                alert = page.get_by_role("alert")
+                await expect(alert).to_contain_text("There is no key 'nobody'")
+
+        batch = page.locator("#batch")
+        await expect(batch).to_contain_text(" of 41 lines")
+        await expect(batch).to_contain_text("<img src=x onerror=alert(1)>\ufffd")
+        await expect(batch.locator("dd", has_text="before the deadline")).to_be_visible()
+        await batch.get_by_role("button", name="Pause").click()
+        await expect(batch).to_contain_text("It waits: paused")
+        await batch.get_by_role("button", name="Resume").click()
+        await expect(batch).not_to_contain_text("It waits: paused")
+
+        # The list leads back to it, by a filter that the address has.
+        await page.get_by_role("link", name="All batches").click()
+        await expect(page.locator("#batches tbody tr")).to_have_count(1)
+        await page.get_by_label("Show").select_option("ended")
+        await expect(page.locator("#batches")).to_contain_text("There are no such batches")
+        assert page.url.endswith("#/batches?state=ended")
+        await page.get_by_label("Show").select_option("")
+        await page.locator("#batches tbody a").click()
+
+        await batch.get_by_role("button", name="Cancel").click()
+        await confirm(page, "will never run")
+        await expect(batch).to_contain_text("batch_cancelled")
+        async with page.expect_download() as saved:
+            await batch.get_by_role("button", name="Download errors").click()
+        found = await asyncio.to_thread((await (await saved.value).path()).read_text)
+        assert any(json.loads(one)["custom_id"] == "line-39" for one in found.splitlines())
+        assert KEY not in await page.content()
+        # Of the key that there is not.
+        assert [one.partition(" of ")[2] for one in watched.trouble] == ["404 (Not Found)"]
+
+
+OWNER = new_key("owner")
+KEYED: dict[str, Any] = {
+    "admin": ADMIN,
+    "keys": [
+        {"id": "owner", "sha256": OWNER.sha256, "name": "Owner", "group": "team",
+         "limits": {"rpm": 10}},
+    ],
+    "groups": {"team": {"limits": {"budget": "5/month"}}},
+}  # fmt: skip
+
+
+@contextlib.asynccontextmanager
+async def a_gateway(folder: Path, chats: int = 0, **node: Any) -> AsyncIterator[Running]:
+    """A gateway over a node with a price; the owner has had so many chats."""
+    async with EmulatedNode(answer_tokens=8, **node) as one:
+        spec = {"name": "node-0", "url": one.url, "cost_per_hour": 3.0}
+        async with running_gateway(folder, [spec], KEYED) as running:
+            for _ in range(chats):
+                assert await status_with(running, OWNER.text) == 200
+            await recorded(running, chats)
+            yield running
+
+
+@contextlib.asynccontextmanager
+async def keys_page(
+    running: Running, role: AdminRole = AdminRole.ADMIN, at: str = "keys", **context: Any
+) -> AsyncIterator[Page]:
+    async with opened_at(running.admin_url, key=KEYS[role].text, at=at, **context) as watched:
+        yield watched.page
+        # The browser, too, tells of a form that was refused.
+        assert [one for one in watched.trouble if "status of 400" not in one] == []
+
+
+async def status_with(running: Running, key: str) -> int:
+    body = {"messages": [{"role": "user", "content": "Hello"}]}
+    headers = {"authorization": f"Bearer {key}"}
+    sent = await running.client.post("/v1/chat/completions", json=body, headers=headers)
+    return sent.status_code
+
+
+async def secret_of(page: Page) -> str:
+    key = await page.locator(".secret code").inner_text()
+    await page.get_by_role("button", name="I have it").click()
+    await expect(page.locator(".secret")).to_have_count(0)
+    return key
+
+
+async def test_a_key_is_made_limited_rotated_and_revoked(tmp_path: Path) -> None:
+    async with a_gateway(tmp_path) as running, keys_page(running) as page:
+        await expect(page.locator("#keys tbody tr")).to_have_count(1)
+        await page.get_by_role("button", name="Make a key").click()
+        form = page.get_by_role("form", name="A new key")
+        await expect(form.get_by_label("Name", exact=True)).to_be_focused()
+        await form.get_by_label("Name", exact=True).fill("alice")
+        await form.get_by_label("Requests a minute").fill("20")
+        await page.keyboard.press("Enter")
+        made = await secret_of(page)
+        assert await status_with(running, made) == 200
+        await page.get_by_role("link", name="alice").click()
+        await expect(page).to_have_url(re.compile(r"#/keys/alice$"))
+        own = page.locator("#key")
+        await expect(own).to_contain_text("1 of 20 used, 19 left")
+        # The secret is nowhere any more.
+        assert hash_key(made).id in await page.content()
+        assert made not in await page.content()
+
+        await own.get_by_role("button", name="Change").click()
+        form = page.get_by_role("form", name="Change alice")
+        await expect(form.get_by_label("Requests a minute")).to_have_value("20")
+        await form.get_by_label("Requests a minute").fill("30")
+        await form.get_by_label("Money").fill("2/day")
+        await form.get_by_label("Highest class").select_option("premium")
+        await form.get_by_role("button", name="Change it").click()
+        await expect(own).to_contain_text("of 30 used")
+        await expect(own).to_contain_text("at most premium")
+        await expect(own.get_by_role("meter", name="Money a day")).to_be_visible()
+
+        await own.get_by_role("button", name="Rotate").click()
+        await page.get_by_role("button", name="Rotate it").click()
+        fresh = await secret_of(page)
+        await expect(own).to_contain_text("Old secret")
+        assert (await status_with(running, made), await status_with(running, fresh)) == (200, 200)
+
+        await own.get_by_role("button", name="Revoke").click()
+        await page.get_by_role("button", name="Leave it").click()
+        await expect(own.get_by_role("button", name="Revoke")).to_be_focused()
+        assert await status_with(running, fresh) == 200
+        await own.get_by_role("button", name="Revoke").click()
+        await page.get_by_role("button", name="Revoke it").click()
+        await expect(own.get_by_role("heading", name="alice")).to_contain_text("revoked")
+        await expect(own.get_by_role("button", name="Revoke")).to_have_count(0)
+        assert await status_with(running, fresh) == 401
+
+
+async def test_a_secret_is_gone_with_its_page_and_a_refusal_keeps_the_form(tmp_path: Path) -> None:
+    async with a_gateway(tmp_path) as running, keys_page(running) as page:
+        await page.get_by_role("button", name="Make a key").click()
+        form = page.get_by_role("form", name="A new key")
+        await form.get_by_label("Name", exact=True).fill("Owner")
+        await form.get_by_role("button", name="Make it").click()
+        await expect(page.locator("#toasts")).to_contain_text("called 'Owner' already")
+        await form.get_by_label("Name", exact=True).fill("bob")
+        await form.get_by_role("button", name="Make it").click()
+        key = await page.locator(".secret code").inner_text()
+        assert await status_with(running, key) == 200
+        await page.locator("#rail").get_by_role("link", name="Overview").click()
         await page.go_back()
-        await expect(page.locator("#day .uplot")).to_have_count(3)
+        await expect(page.get_by_role("link", name="bob")).to_be_visible()
+        assert key not in await page.content()
+        # A key of the settings is changed there.
+        await page.get_by_role("link", name="Owner").click()
+        await expect(page.locator("#key")).to_contain_text("It stands in the settings")
+        await expect(page.get_by_role("button", name="Revoke")).to_have_count(0)

@@ -23,8 +23,7 @@ from sqlalchemy import update
 from gateway.callers.keys import new_key
 from gateway.store.schema import usage
 from tests.admin.browser import needs_browser
-from tests.admin.test_dashboard import opened
-from tests.admin.test_dashboard_requests import ask
+from tests.admin.test_dashboard import ask, opened
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 from tests.stored.batch_gateway import lines
@@ -63,7 +62,6 @@ class Reader:
 
     @contextlib.asynccontextmanager
     async def asks(self, question: str) -> AsyncIterator[None]:
-        """From the overview to the answer."""
         await self.page.evaluate("location.hash = '#/overview'")
         await expect(self.page.get_by_role("heading", level=1)).to_have_text("Overview")
         self.clicks, begun = 0, time.perf_counter()
@@ -106,9 +104,7 @@ async def a_flood(running: Running, number: int) -> AsyncIterator[None]:
         await until(lambda: len(running.gateway.registry) == 0)
 
 
-async def test_five_questions_are_answered_within_three_clicks_from_the_overview(
-    tmp_path: Path,
-) -> None:
+async def test_five_questions_are_answered_within_three_clicks(tmp_path: Path) -> None:
     node = EmulatedNode(slots=2, decode_tps=60.0, answer_tokens=4000)
     now = datetime.now(UTC)
     last_month = now.replace(day=1) - timedelta(days=1)
@@ -192,6 +188,10 @@ async def cost_in(reader: Reader, month: str) -> None:
     # Twice thirty tokens at sixty a second, and a slot of two at 3600 an hour.
     cost = used.locator("tbody tr td").last
     await expect(cost).to_have_text(re.compile(r"^[0-2]\.\d+$|^[1-9]$"))
+    async with page.expect_download() as download:
+        await used.get_by_role("button", name="Download CSV").click()
+    table = await asyncio.to_thread((await (await download.value).path()).read_text)
+    assert table.startswith("group,requests")
 
 
 async def is_the_batch_in_time(reader: Reader) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,8 +12,10 @@ import httpx
 import pytest
 
 from gateway.callers.keys import hash_key, new_key
+from tests.callers.metered_gateway import recorded
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
+from tests.stored.receivers import SECRET, receiving, status
 
 pytestmark = pytest.mark.usefixtures("hurried")
 
@@ -70,74 +72,12 @@ async def test_a_created_key_works_at_once_and_is_shown_once(tmp_path: Path) -> 
         # A whole key in place of a name is logged without its secret.
         refused = await admin.delete(f"/admin/keys/{made['key']}")
         assert error(refused)[:2] == (404, "key_not_found")
-        trail = await admin.get("/admin/audit")
-        assert trail.json()["entries"][0]["target"] == f"lg_{id_}_…"
-        assert secret not in listed + refused.text + trail.text
-    assert not files_with(tmp_path, secret)
-
-
-async def test_the_next_request_of_a_revoked_key_on_a_kept_connection_gets_401(
-    tmp_path: Path,
-) -> None:
-    async with keyed_gateway(tmp_path) as (running, admin):
-        made = await made_key(admin, name="alice")
-        assert await status_with(running.client, made["key"]) == 200
         assert (await admin.delete("/admin/keys/alice")).json()["state"] == "revoked"
         assert await status_with(running.client, made["key"]) == 401
-        assert (await admin.get("/admin/keys")).json()["keys"][0]["name"] == "owner"
-        all_of_them = (await admin.get("/admin/keys?revoked=1")).json()["keys"]
-        assert [key["state"] for key in all_of_them] == ["revoked", "active"]
-
-
-async def test_a_rotation_gives_a_new_secret_and_the_old_one_a_grace(tmp_path: Path) -> None:
-    async with keyed_gateway(tmp_path) as (running, admin):
-
-        async def rotated(body: dict[str, Any] | None = None) -> dict[str, Any]:
-            found: dict[str, Any] = (await admin.post("/admin/keys/alice/rotate", json=body)).json()
-            return found
-
-        first = await made_key(admin, name="alice")
-        second = await rotated({"grace": "1h"})
-        assert second["key"] != first["key"]
-        for key in (first["key"], second["key"]):
-            assert await status_with(running.client, key) == 200
-        third = await rotated({"grace": 0})
-        for key, status in ((first["key"], 401), (second["key"], 401), (third["key"], 200)):
-            assert await status_with(running.client, key) == status
-        assert (await rotated())["previous_until"] is not None, "by default there is one"
-        assert await status_with(running.client, third["key"]) == 200
-
-
-async def test_a_change_holds_for_the_next_request(tmp_path: Path) -> None:
-    async with keyed_gateway(tmp_path) as (running, admin):
-        made = await made_key(admin, name="alice", group="team")
-        patch = {"limits": {"rpm": 1, "models": None}, "expires": "1h", "group": None}
-        changed = (await admin.patch("/admin/keys/alice", json=patch)).json()
-        assert (changed["limits"]["rpm"], changed["group"]) == (1, None)
-        statuses = [await status_with(running.client, made["key"]) for _ in range(2)]
-        assert statuses == [200, 429]
-        patch = {"limits": {"tpm": 50}, "name": "alice b"}
-        changed = (await admin.patch("/admin/keys/alice", json=patch)).json()
-        assert (changed["limits"]["rpm"], changed["limits"]["tpm"]) == (1, 50)
-        assert (await admin.get("/admin/keys/alice b")).json()["id"] == made["id"]
-
-
-async def test_an_import_stores_all_or_names_every_bad_key(tmp_path: Path) -> None:
-    keys = [new_key(f"k{number}") for number in range(3)]
-    entries: list[dict[str, Any]] = [{"id": key.id, "sha256": key.sha256} for key in keys]
-    async with keyed_gateway(tmp_path) as (running, admin):
-        bad = [entries[0], {**entries[1], "limits": {"rpm": 0}}, {**entries[2], "colour": 1}]
-        refused = await admin.post("/admin/keys/import", json={"keys": bad})
-        assert refused.status_code == 400
-        problems = [(one["index"], one["key"]) for one in refused.json()["problems"]]
-        assert problems == [(1, "limits.rpm"), (2, "colour")]
-        assert await status_with(running.client, keys[0].text) == 401
-        done = (await admin.post("/admin/keys/import", json={"keys": entries})).json()
-        assert done["imported"] == 3
-        assert await status_with(running.client, keys[2].text) == 200
-        # Whoever lost the answer to one that he stored by its hash asks again.
-        again = await admin.post("/admin/keys", json=entries[0])
-        assert (again.status_code, "key" in again.json()) == (200, False)
+        trail = await admin.get("/admin/audit")
+        assert trail.json()["entries"][1]["target"] == f"lg_{id_}_…"
+        assert secret not in listed + refused.text + trail.text
+    assert not files_with(tmp_path, secret)
 
 
 async def test_the_first_keys_are_listed_and_the_others_found_by_letters(tmp_path: Path) -> None:
@@ -168,24 +108,6 @@ async def test_the_first_keys_are_listed_and_the_others_found_by_letters(tmp_pat
             assert error(refused)[:2] == (400, "invalid_request"), limit
 
 
-async def test_a_bad_key_is_refused_with_a_reason(tmp_path: Path) -> None:
-    limited = {"name": "x", "limits": {"models": ["nobody"]}}
-    async with keyed_gateway(tmp_path) as (_, admin):
-        for body, said in (
-            ({"name": "owner"}, "a key of the settings is called 'owner'"),
-            ({"name": "x", "id": "own"}, "a key of the settings is called"),
-            ({"name": "x", "models": ["nobody"]}, "they serve mistral-7b"),
-            ({"name": "x", "models": ["*"]}, "catch-all"),
-            (limited, "limits.models: no node serves the model 'nobody'"),
-            ({"name": "x", "limits": {"rpm": 0}}, "limits.rpm"),
-            ({"name": 7}, "name"),
-        ):
-            found = error(await admin.post("/admin/keys", json=body))
-            assert found[:2] == (400, "invalid_request"), body
-            assert said in found[2]
-        assert len((await admin.get("/admin/keys")).json()["keys"]) == 1
-
-
 async def test_odd_requests_are_refused(tmp_path: Path) -> None:
     async with keyed_gateway(tmp_path) as (_, admin):
         await admin.post("/admin/keys", json={"name": "alice"})
@@ -213,25 +135,97 @@ async def test_odd_requests_are_refused(tmp_path: Path) -> None:
             assert error(answer)[:2] == (status, code), (method, path, body)
 
 
-async def test_without_a_store_keys_are_refused_with_the_remedy(tmp_path: Path) -> None:
-    settings = {**SETTINGS, "store": {"url": "off"}}
-    async with keyed_gateway(tmp_path, settings) as (running, admin):
-        status, _, message = error(await admin.post("/admin/keys", json={"name": "alice"}))
-        assert (status, "'llama-gateway keys create' shows the lines" in message) == (501, True)
-        assert [key["id"] for key in (await admin.get("/admin/keys")).json()["keys"]] == ["own"]
-        assert await status_with(running.client, OWN.text) == 200
+async def post(running: Running, key: str) -> httpx.Response:
+    headers = {"authorization": f"Bearer {key}"}
+    return await running.client.post("/v1/chat/completions", json=CHAT, headers=headers)
 
 
-async def test_a_settings_key_hides_a_stored_one_of_its_id_and_that_is_told(tmp_path: Path) -> None:
-    other = new_key("late")
-    async with keyed_gateway(tmp_path) as (running, admin):
-        entry = {"id": "late", "sha256": hashlib.sha256(b"first").hexdigest(), "name": "late"}
-        await admin.post("/admin/keys", json=entry)
-        assert await status_with(running.client, "lg_late_first") == 200
-        own = {"id": "late", "sha256": other.sha256, "name": "late"}
-        running.write_settings({"keys": [*SETTINGS["keys"], own]})
-        await until(lambda: running.gateway.key_ring.find(other.text) is not None)
-        assert await status_with(running.client, "lg_late_first") == 401
-        found = (await admin.get("/admin/keys")).json()
-        assert [key["state"] for key in found["keys"] if key["source"] == "store"] == ["hidden"]
-        assert "that of the settings counts" in found["warnings"][0]
+@asynccontextmanager
+async def gateway(
+    folder: Path, **settings: Any
+) -> AsyncIterator[tuple[Running, httpx.AsyncClient]]:
+    own = {"id": OWN.id, "sha256": OWN.sha256, "name": "owner"}
+    async with keyed_gateway(folder, {"keys": [own], **settings}) as both:
+        yield both
+
+
+async def test_a_groups_limits_hold_at_once_for_its_keys_together(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as (running, admin):
+        made = await admin.put("/admin/groups/team", json={"limits": {"rpm": 2}})
+        assert made.status_code == 200
+        alice = await made_key(admin, name="alice", group="team")
+        bob = await made_key(admin, name="bob", group="team")
+        assert alice["warnings"] == []
+        statuses = [(await post(running, one["key"])).status_code for one in (alice, bob, alice)]
+        assert statuses == [200, 200, 429]
+        await recorded(running, 2)
+        used = [one["last_used_at"] for one in (await admin.get("/admin/keys")).json()["keys"]]
+        assert [at is not None for at in used] == [True, True, False]
+        (group,) = (await admin.get("/admin/groups")).json()["groups"]
+        assert (group["keys"], group["limits"]) == (2, {"rpm": 2})
+        (limit,) = group["standing"]
+        assert (limit["of"], limit["limit"], limit["used"], limit["remaining"]) == (
+            "group", "rpm", 2, 0,
+        )  # fmt: skip
+        shown = (await admin.get("/admin/keys/alice")).json()
+        assert [one["of"] for one in shown["standing"]] == ["group"]
+        await admin.put("/admin/groups/team", json={"limits": {"rpm": 20}})
+        assert (await post(running, alice["key"])).status_code == 200
+        assert (await admin.delete("/admin/groups/team")).status_code == 200
+        (group,) = (await admin.get("/admin/groups")).json()["groups"]
+        assert (group["origin"], group["standing"]) == ("undefined", [])
+        actions = [one["action"] for one in (await admin.get("/admin/audit")).json()["entries"]]
+        assert (actions.count("groups.set"), actions.count("groups.remove")) == (2, 1)
+
+
+async def test_a_quota_that_runs_out_is_a_problem_and_one_webhook(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text(SECRET)
+    async with receiving(status(200)) as receiver:
+        target = {"secret_file": str(tmp_path / "secret"), "allow_private": True}
+        url = f"http://127.0.0.1:{receiver.port}"
+        events = ["quota.near", "quota.spent"]
+        targets = [
+            {"url": f"{url}/quotas", "events": events, **target}, {"url": f"{url}/all", **target},
+        ]  # fmt: skip
+        chosen = {"webhooks": {"targets": targets}}
+        async with gateway(tmp_path, **chosen) as (running, admin):
+            key = await made_key(admin, name="alice", limits={"tokens_per_day": 10})
+            assert (await post(running, key["key"])).status_code == 200
+            await running.gateway.background.quotas.look()
+            await receiver.came(1)
+            (used,) = running.gateway.quotas.used
+            body = json.loads(receiver.requests[0].body)
+            assert receiver.requests[0].line.startswith("POST /quotas ")
+            assert (body["data"]["key"], body["data"]["name"]) == (key["id"], "alice")
+            assert body["type"] == ("quota.spent" if used.spent else "quota.near")
+            assert body["data"]["used"] == used.standing.used
+            page = (await admin.get("/metrics")).text
+            assert f'llama_gateway_quota_used_ratio{{of="key",id="{key["id"]}"' in page
+            found = await running.gateway.live.view.read_problems()
+            (problem,) = [one for one in found if one.id.startswith("quota:")]
+            assert (problem.caller, problem.caller_name) == (key["id"], "alice")
+            # It tells what is used up, and a viewer not by whom.
+            assert problem.id.startswith("quota:key:tokens_per_day:day:")
+            assert key["id"] not in problem.id
+        async with gateway(tmp_path, **chosen) as (running, _):
+            watch = running.gateway.background.quotas
+            await until(lambda: bool(watch.used))
+            await watch.look()
+            sender = running.gateway.background.webhook_sender
+            assert sender is not None
+            await until(lambda: sender.waiting == 0)
+        assert len(receiver.requests) == 1
+
+
+async def test_without_a_store_keys_and_groups_are_shown_and_none_is_kept(tmp_path: Path) -> None:
+    chosen = {"store": {"url": "off"}, "groups": {"team": {"limits": {"rpm": 5}}}}
+    async with gateway(tmp_path, **chosen) as (_, admin):
+        (group,) = (await admin.get("/admin/groups")).json()["groups"]
+        assert (group["name"], group["origin"]) == ("team", "settings")
+        (key,) = (await admin.get("/admin/keys")).json()["keys"]
+        assert (key["id"], key["standing"], key["last_used_at"]) == ("own", [], None)
+        for answer in (
+            await admin.put("/admin/groups/b", json={}),
+            await admin.post("/admin/keys", json={"name": "alice"}),
+        ):
+            assert error(answer)[:2] == (501, "not_supported")

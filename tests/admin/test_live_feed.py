@@ -5,16 +5,16 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 import pytest
-from starlette.types import Message
 
-from gateway.admin.live import MOST_WATCHERS, EventStream, Frame
+from gateway.admin.live import MOST_WATCHERS
 from gateway.callers.keys import AdminRole, new_key
+from tests.callers.metered_gateway import recorded
 from tests.emulator import EmulatedNode
 from tests.gateways import NO_TLS, Running, running_gateway, until
 
@@ -29,8 +29,6 @@ T = TypeVar("T")
 
 
 class Watcher:
-    """One who watches, with all events so far."""
-
     def __init__(self, response: httpx.Response) -> None:
         self.response = response
         self.events: list[tuple[str, Any]] = []
@@ -48,7 +46,6 @@ class Watcher:
         raise AssertionError("the stream has ended")
 
     async def until(self, condition: Callable[[str, Any], bool]) -> Any:
-        """The next event that is like this."""
         while True:
             name, value = await self.next()
             if condition(name, value):
@@ -56,7 +53,6 @@ class Watcher:
 
 
 def cells(watcher: Watcher) -> list[str]:
-    """The cells of all nodes in all events so far."""
     rows = [row for _, value in watcher.events for row in value.get("nodes", ())]
     return [row["cells"] for row in rows if "cells" in row]
 
@@ -158,17 +154,6 @@ async def test_a_stream_ends_when_its_key_is_revoked_and_others_go_on(tmp_path: 
             assert (await again.next())[1]["role"] == "viewer"
 
 
-async def test_once_gives_one_snapshot_for_scripts(tmp_path: Path) -> None:
-    async with running_gateway(tmp_path, [EmulatedNode()]) as running:
-        response = await running.admin.get("/admin/live?once=1")
-        assert response.headers["content-type"].startswith("text/event-stream")
-        names = [line[7:] for line in response.text.splitlines() if line.startswith("event: ")]
-        assert names == ["hello", "snapshot"]
-        wrong = await running.admin.get("/admin/live?once=maybe")
-        assert wrong.status_code == 400
-        await until(lambda: running.gateway.live.watchers == 0)
-
-
 async def test_watchers_are_bounded_and_a_place_is_free_when_one_leaves(tmp_path: Path) -> None:
     """Also if many come at the same time."""
     async with running_gateway(tmp_path, [EmulatedNode()]) as running:
@@ -187,39 +172,6 @@ async def test_watchers_are_bounded_and_a_place_is_free_when_one_leaves(tmp_path
         await until(lambda: running.gateway.live.watchers == 0)
         async with watching(running) as watcher:
             await watcher.next()
-
-
-async def test_a_watcher_that_reads_nothing_is_cut_off() -> None:
-    """The server's side waits in `send`: here for ever."""
-    left, ended, never = asyncio.Event(), asyncio.Event(), asyncio.Event()
-    sent: list[Message] = []
-
-    async def events() -> Any:
-        try:
-            while True:
-                yield b"x" * 1000
-        finally:
-            left.set()
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-        if len(sent) > 3:
-            await never.wait()
-
-    async def receive() -> Message:
-        await never.wait()
-        raise AssertionError
-
-    async def on_end() -> None:
-        ended.set()
-
-    stream = EventStream(events(), 0.05, on_end)
-    async with asyncio.timeout(LIMIT):
-        await stream({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send)
-    assert left.is_set()
-    assert ended.is_set()
-    # The response was not ended: the server closes the connection.
-    assert all(message.get("more_body", True) for message in sent)
 
 
 @pytest.mark.slow
@@ -254,60 +206,84 @@ async def test_one_that_stops_reading_takes_bounded_memory_and_others_go_on(tmp_
             assert numbers > 3
 
 
-@pytest.mark.slow
-async def test_a_thousand_nodes_are_read_and_encoded_in_short_steps(tmp_path: Path) -> None:
-    """The times are printed, not judged: the machine may stand still in any of them."""
-    nodes = [
-        {"name": f"n{i}", "url": f"http://127.0.0.1:9/{i}", "model": "m", "enabled": i < 1}
-        for i in range(1000)
-    ]
-    async with running_gateway(tmp_path, nodes, wait_ready=False) as running:
-        view = running.gateway.live.view
-        steps, longest = [], []
-        before, update, snapshot = None, b"", b""
-        for number in range(9):
-            for node in running.gateway.fleet.nodes.values():
-                node.requests = number
-            times, state = step_times(view.read(with_requests=True))
-            more, frame = step_times(Frame.between(before, state, None, view.history.as_json))
-            last, snapshot = step_times(frame.snapshot(is_operator=True))
-            update = frame.updates.get(True, b"")
-            before = state
-            assert snapshot.count(b'"cells"') == len(state.nodes) == 1000
-            assert len(times) > 1
-            steps.append(len(times + more + last))
-            longest.append(1000 * max(times + more + last))
-        assert update.count(b'"requests":8') == 1000
-    print(f"steps {sorted(steps)[4]}, the longest {sorted(longest)[4]:.1f} ms (medians of nine)")
-    print(f"snapshot {len(snapshot)} bytes, update {len(update)} bytes")
+async def test_problems_are_told_to_log_and_scripts_while_nobody_watches(tmp_path: Path) -> None:
+    nodes: list[EmulatedNode | str] = [EmulatedNode(), "http://127.0.0.1:9"]
+    async with running_gateway(tmp_path, nodes) as running:
+        log = tmp_path / "gateway.log"
+        await until(lambda: '"title":"node-1 is down"' in log.read_text())
+        response = await running.admin.get("/admin/live?once=1")
+        assert response.headers["content-type"].startswith("text/event-stream")
+        names = [line[7:] for line in response.text.splitlines() if line.startswith("event: ")]
+        assert names == ["hello", "snapshot"]
+        assert (await running.admin.get("/admin/live?once=maybe")).status_code == 400
+        await until(lambda: running.gateway.live.watchers == 0)
 
 
-def step_times(work: Coroutine[Any, Any, T]) -> tuple[list[float], T]:
-    """Seconds of CPU of each step of a coroutine, and its result. Other work runs in between."""
-    times: list[float] = []
-    while True:
-        began = time.thread_time()
-        try:
-            work.send(None)
-        except StopIteration as end:
-            times.append(time.thread_time() - began)
-            return times, end.value
-        times.append(time.thread_time() - began)
+HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
 
 
-async def test_problems_are_told_to_the_log_while_nobody_watches(tmp_path: Path) -> None:
-    async with EmulatedNode() as node:
-        nodes = [{"name": "a", "url": node.url}, {"name": "b", "url": "http://127.0.0.1:9"}]
-        async with running_gateway(tmp_path, nodes) as running:
-            assert running.gateway.live.watchers == 0
-            log = tmp_path / "gateway.log"
+async def chat(running: Running, **body: Any) -> tuple[httpx.Response, list[tuple[str, Any]]]:
+    response = await running.admin.post("/admin/chat", json={**HELLO, **body})
+    return response, events_of(response.text)
 
-            def told() -> list[dict[str, Any]]:
-                whole = log.read_text().rpartition("\n")[0]
-                lines = [json.loads(line) for line in whole.splitlines()]
-                return [line for line in lines if line["event"] == "problem"]
 
-            await until(told)
-            (line,) = told()
-            assert line["title"] == "b is down"
-            assert line["commands"].startswith("llama-gateway nodes probe b")
+def events_of(text: str) -> list[tuple[str, Any]]:
+    events = []
+    for block in text.split("\n\n"):
+        lines = dict(line.split(": ", 1) for line in block.splitlines() if ": " in line)
+        if "data" in lines:
+            data = lines["data"]
+            events.append((lines.get("event", ""), data if data == "[DONE]" else json.loads(data)))
+    return events
+
+
+async def test_a_chat_is_streamed_with_figures_and_is_a_caller_of_its_own(tmp_path: Path) -> None:
+    async with running_gateway(tmp_path, [EmulatedNode(answer_tokens=5)]) as run:
+        response, events = await chat(run)
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        assert events[0][0] == "node"
+        assert ("", "[DONE]") in events
+        name, done = events[-1]
+        assert (name, done["node"], done["status"]) == ("done", "node-0", 200)
+        assert done["completion_tokens"] >= 5
+        assert done["prompt_tokens"] > 0
+        assert done["ttft"] is not None
+        assert len(run.gateway.registry) == 0
+        await recorded(run, 1)
+        usage = await run.admin.get("/admin/usage?by=key")
+        assert "playground:local" in usage.text
+        await run.gateway.audit.flush()
+        audit = await run.admin.get("/admin/audit?action=chat")
+        assert [entry["outcome"] for entry in audit.json()["entries"]] == ["done"]
+        assert "Hello" not in audit.text
+
+
+async def test_what_can_not_be_served_gets_its_error(tmp_path: Path) -> None:
+    async with running_gateway(tmp_path, [EmulatedNode()]) as run:
+        for body, status, code in (
+            ({"messages": "words"}, 400, "invalid_request"),
+            ({"model": "unknown"}, 404, "model_not_found"),
+        ):
+            response, _ = await chat(run, **body)
+            assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+        for content in (b"", b"{", b"[1]", b'"x"', b"\xff\xfe"):
+            response = await run.admin.post("/admin/chat", content=content)
+            assert response.status_code == 400, content
+        large = await run.admin.post("/admin/chat", content=b"x" * 300_000)
+        assert large.status_code == 413
+        assert len(run.gateway.registry) == 0
+
+
+async def test_a_page_that_leaves_frees_the_slot(tmp_path: Path) -> None:
+    async with running_gateway(
+        tmp_path, [EmulatedNode(slots=1, decode_tps=20.0, answer_tokens=4000)]
+    ) as run:
+        async with run.admin.stream("POST", "/admin/chat", json=HELLO) as response:
+            parts = response.aiter_bytes()
+            await anext(parts)
+            assert len(run.gateway.registry) == 1
+        await until(lambda: len(run.gateway.registry) == 0)
+        await until(lambda: not run.gateway.fleet.nodes["node-0"].leases)
+        recent = run.gateway.live.view.history.recent()
+        assert recent.failed == 0

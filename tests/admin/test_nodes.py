@@ -1,19 +1,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import uvloop
 
-from gateway.admin.nodes import (
-    LONGEST_DRAIN_DEADLINE,
-    MOST_COLUMNS,
-    DrainDeadlines,
-    heat_map,
-)
-from gateway.errors import suggestion
+from gateway.admin.nodes import LONGEST_DRAIN_DEADLINE, MOST_COLUMNS, DrainDeadlines, heat_map
 from gateway.forward.in_flight import InFlightRegistry
 from gateway.nodes.prompt_cache import PrefixHits
 from tests.emulator import EmulatedNode
@@ -62,27 +58,13 @@ async def test_nodes_are_shown_in_their_order_with_their_work_and_no_key() -> No
         lease.release()
     assert "sk-of" not in listed.text
     expected = {
-        "url": node.url,
-        "kind": "llama.cpp",
-        "host": "epyc",
-        "labels": {"numa": "0"},
-        "state": "ready",
-        "requests": 2,
-        "slots_total": 3,
-        "slots_busy": 1,
-        "leased": 1,
-        "in_flight": 1,
-        "models": ["demo"],
-        "context": 2048,
-        "cost_per_hour": 0.2,
-        "build": "b42",
-        "drift": [],
-        "endpoints": None,
-        "endpoints_refused": ["embeddings", "rerank"],
-        "purpose": "chat",
-        "circuit": {"phase": "closed", "failures": 0, "open_for": None},
+        "url": node.url, "kind": "llama.cpp", "host": "epyc", "labels": {"numa": "0"},
+        "state": "ready", "requests": 2, "slots_total": 3, "slots_busy": 1, "leased": 1,
+        "in_flight": 1, "models": ["demo"], "context": 2048, "cost_per_hour": 0.2, "build": "b42",
+        "drift": [], "endpoints": None, "endpoints_refused": ["embeddings", "rerank"],
+        "purpose": "chat", "circuit": {"phase": "closed", "failures": 0, "open_for": None},
         "deadline_in": None,
-    }
+    }  # fmt: skip
     assert {key: nodes[0][key] for key in expected} == expected
     dead = {"state": "standby", "tier": "gpu", "models": ["x", "y"], "prefill_tps": None}
     assert {key: nodes[1][key] for key in dead} == dead
@@ -100,9 +82,6 @@ async def test_an_unknown_node_is_404_with_the_nearest_names() -> None:
             assert (response.status_code, error["code"]) == (404, "node_not_found"), path
             assert "'epyc-a'" in error["message"]
             assert "gpu" not in error["message"]
-
-
-# Drain and resume.
 
 
 @in_virtual_time
@@ -164,23 +143,6 @@ def test_a_deadline_of_no_seconds_is_told_on_the_gateways_own_event_loop() -> No
     assert after is None
 
 
-@in_virtual_time
-async def test_another_deadline_replaces_one_and_resume_and_drain_without_one_end_it() -> None:
-    async with bare_gateway(
-        node := EmulatedNode(slots=1, decode_tps=100, answer_tokens=60), serving=True
-    ) as gateway:
-        running = asyncio.create_task(gateway.chat())
-        await gateway.until(lambda: node.busy == 1)
-        for action in ("resume", "drain"):
-            await order(gateway, "a", "drain?deadline=0.3")
-            assert (await order(gateway, "a", action))["deadline_in"] is None
-        await order(gateway, "a", "drain?deadline=0.3")
-        assert 900 < (await order(gateway, "a", "drain?deadline=1000"))["deadline_in"] <= 1000
-        assert (await running).status_code == 200
-        gateway.drain_deadlines.close()
-        assert (await shown(gateway, "a"))["deadline_in"] is None
-
-
 @pytest.mark.parametrize("word", ["soon", "-1", "nan", "inf", "", f"{LONGEST_DRAIN_DEADLINE + 1}"])
 @in_virtual_time
 async def test_an_invalid_deadline_changes_nothing(word: str) -> None:
@@ -190,12 +152,11 @@ async def test_an_invalid_deadline_changes_nothing(word: str) -> None:
         assert not gateway["a"].draining
 
 
-# Probe.
-
-
-async def test_a_probe_closes_the_circuit_of_a_node_that_answers() -> None:
+async def test_a_probe_closes_the_circuit_of_a_node_that_answers_and_says_why_one_does_not() -> (
+    None
+):
     async with bare_gateway(
-        EmulatedNode(), open=60.0, open_max=60.0, failures=1, serving=True
+        node := EmulatedNode(), open=60.0, open_max=60.0, failures=1, serving=True
     ) as gateway:
         gateway.fleet.request_failed(gateway["a"], gateway.clock())
         result = await shown(gateway, "a")
@@ -206,62 +167,21 @@ async def test_a_probe_closes_the_circuit_of_a_node_that_answers() -> None:
         assert (result["probe"]["answer"], result["probe"]["detail"]) == ("up", "")
         assert result["probe"]["seconds"] > 0
         assert (await gateway.chat()).status_code == 200
-
-
-@in_virtual_time
-async def test_a_probe_of_a_node_that_is_gone_says_why() -> None:
-    async with bare_gateway(node := EmulatedNode(), interval=60.0, fall=1) as gateway:
         await node.kill()
         result = await order(gateway, "a", "probe")
-    assert (result["probe"]["answer"], result["state"]) == ("refused", "down")
+    assert result["probe"]["answer"] == "refused"
     assert "no connection" in result["probe"]["detail"]
 
 
 @in_virtual_time
-async def test_a_node_has_a_day_of_its_own() -> None:
-    async with bare_gateway(EmulatedNode(slots=3)) as gateway:
-        empty = (await gateway.admin.get("/admin/nodes/a/history")).json()
-    assert (empty["node"], empty["points"]) == ("a", [])
-    assert empty["columns"] == ["at", "busy", "slots", "prefill_tps", "decode_tps"]
-
-
-def hits(requests: int, prompt: float, cached: float, length: float = 300.0) -> PrefixHits:
-    return PrefixHits(requests, prompt, cached, length)
-
-
-def test_the_map_has_the_nodes_prefixes_and_who_else_found_them() -> None:
-    system, talk = -5, 77
-    by_node = {
-        "a": {talk: hits(2, 1000, 600, 500), system: hits(9, 9000, 2700)},
-        "b": {system: hits(4, 4000, 1200, 280)},
-        "c": {99: hits(1, 100, 70)},
-    }
-    map_ = heat_map(by_node, "a")
-    assert map_["nodes"] == ["a", "b"]
-    first, second = map_["prefixes"]
-    assert first == {
-        "prefix": "ffffff",
-        "tokens": 300,
-        "cells": [[9, 9000, 2700], [4, 4000, 1200]],
-    }
-    assert second["cells"] == [[2, 1000, 600], None]
-    assert map_["complete"]
-    assert heat_map(by_node, "d") == {"nodes": ["d"], "prefixes": [], "complete": True}
-
-
-def test_the_map_is_bounded() -> None:
-    map_ = heat_map({f"n{node}": {7: hits(1, 100, 70)} for node in range(100)}, "n5")
-    assert (len(map_["nodes"]), map_["nodes"][0]) == (MOST_COLUMNS, "n5")
-    assert not map_["complete"]
-
-
-@in_virtual_time
-async def test_the_map_tells_nothing_of_prompts() -> None:
+async def test_the_map_of_cached_prefixes_tells_nothing_of_prompts_and_is_bounded() -> None:
     async with bare_gateway(EmulatedNode(slots=2, cache_ram=0), serving=True) as gateway:
         for turn in range(3):
             await gateway.chat("Tell me of the secret garden. " * 60 + str(turn))
         told = await gateway.admin.get("/admin/cache?node=a")
         assert (await gateway.admin.get("/admin/cache?node=z")).status_code == 404
+    many = heat_map({f"n{node}": {7: PrefixHits(1, 100, 70, 300)} for node in range(100)}, "n5")
+    assert (len(many["nodes"]), many["nodes"][0], many["complete"]) == (MOST_COLUMNS, "n5", False)
     map_ = told.json()
     [row] = map_["prefixes"]
     assert row["tokens"] > 100
@@ -270,19 +190,98 @@ async def test_the_map_tells_nothing_of_prompts() -> None:
     assert "garden" not in told.text
 
 
-# Names that somebody may have meant.
+ALIASES: dict[str, Any] = {
+    "models": {"helper": {"use": ["demo", "org/other"]}, "alias": {"use": "demo"}}
+}
 
 
-FLEET = [f"epyc-{number:03}-numa{number % 2}" for number in range(1000)]
+@asynccontextmanager
+async def two_models(
+    settings: dict[str, Any] | None = None,
+) -> AsyncIterator[tuple[BareGateway, EmulatedNode]]:
+    async with bare_gateway(
+        one := EmulatedNode(slots=1, decode_tps=20),
+        EmulatedNode(slots=1, decode_tps=20, model="org/other"),
+        settings=settings,
+        serving=True,
+    ) as gateway:
+        yield gateway, one
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"), [("epyc-041numa1", "epyc-041-numa1"), ("pyc-998-numa0", "epyc-998-numa0")]
-)
-def test_a_slip_is_understood_among_a_thousand(name: str, meant: str) -> None:
-    assert f"'{meant}'" in suggestion(name, FLEET, "")
+async def act(gateway: BareGateway, name: str, action: str) -> dict[str, Any]:
+    response = await gateway.admin.post(f"/admin/models/{name}/{action}")
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json()
+    return found
 
 
-def test_what_is_like_nothing_gets_the_other_sentence() -> None:
-    assert suggestion("gpu", FLEET, "Look there.") == "Look there."
-    assert suggestion("gpu", [], "Look there.") == "Look there."
+@in_virtual_time
+async def test_a_paused_model_takes_no_request_and_others_do() -> None:
+    async with two_models() as (gateway, _):
+        for _ in range(2):  # Twice is the same as once.
+            assert (await act(gateway, "demo", "pause"))["paused"]
+        refused = await gateway.chat(model="demo")
+        served = await gateway.chat(model="org/other")
+        listed = await gateway.public.get("/v1/models")
+        status = (await gateway.admin.get("/admin/status")).json()
+        metrics = (await gateway.admin.get("/metrics")).text
+        for _ in range(2):
+            assert not (await act(gateway, "demo", "resume"))["paused"]
+        again = await gateway.chat(model="demo")
+        after = (await gateway.admin.get("/metrics")).text
+        unknown = await gateway.admin.post("/admin/models/dem/pause")
+    assert (refused.status_code, error_of(refused)["code"]) == (503, "model_paused")
+    assert refused.headers["retry-after"] == "30"
+    assert refused.headers["x-should-retry"] == "false"
+    assert (served.status_code, again.status_code) == (200, 200)
+    assert {one["id"] for one in listed.json()["data"]} == {"demo", "org/other"}
+    assert status["models_paused"] == ["demo"]
+    assert 'llama_gateway_model_paused{model="demo"} 1' in metrics
+    assert "llama_gateway_model_paused{" not in after
+    assert (unknown.status_code, error_of(unknown)["code"]) == (404, "model_not_found")
+    assert "'demo'" in error_of(unknown)["message"]
+
+
+@in_virtual_time
+async def test_an_alias_goes_on_with_the_models_that_are_left() -> None:
+    async with two_models(ALIASES) as (gateway, _):
+        await act(gateway, "demo", "pause")
+        helped = await gateway.chat(model="helper")
+        refused = await gateway.chat(model="alias")
+        await act(gateway, "org/other", "pause")
+        none_left = await gateway.chat(model="helper")
+        models = (await gateway.admin.get("/admin/models")).json()["models"]
+        await act(gateway, "demo", "resume")
+        await act(gateway, "helper", "pause")
+        by_alias = await gateway.chat(model="helper")
+        by_name = await gateway.chat(model="demo")
+    assert helped.status_code == 200
+    assert {one.status_code for one in (refused, none_left, by_alias)} == {503}
+    assert by_name.status_code == 200
+    paused = {one["name"] for one in models if one["paused"]}
+    assert paused == {"demo", "org/other", "helper", "alias"}
+    helper = next(one for one in models if one["name"] == "helper")
+    assert helper["stands_for"] == ["demo", "org/other"]
+    assert (helper["nodes"], helper["slots_total"]) == ({"ready": 2}, 2)
+
+
+@pytest.mark.parametrize(("name", "other"), [("hidden", "nick"), ("nick", "hidden")])
+@in_virtual_time
+async def test_a_pause_and_a_cap_hold_for_a_models_other_names(name: str, other: str) -> None:
+    capped = {"models": {"hidden": {"max_tokens": 2}}}
+    async with bare_gateway(
+        EmulatedNode(model="hidden", aliases=("nick",)), settings=capped, serving=True
+    ) as gateway:
+        served = await gateway.chat(model="nick", max_tokens=50)
+        paused = await act(gateway, name, "pause")
+        refused = await gateway.chat(model=other)
+        models = (await gateway.admin.get("/admin/models")).json()["models"]
+        status = (await gateway.admin.get("/admin/status")).json()
+        await act(gateway, name, "resume")
+        again = await gateway.chat(model="nick")
+    assert served.json()["usage"]["completion_tokens"] == 2
+    assert paused["paused"]
+    assert (refused.status_code, error_of(refused)["code"]) == (503, "model_paused")
+    assert [(one["name"], one["paused"]) for one in models] == [("hidden", True), ("nick", True)]
+    assert status["models_paused"] == [name]
+    assert again.status_code == 200

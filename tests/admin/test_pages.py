@@ -7,14 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.admin.app import (
-    FILES_PATH,
-    INDEX_PAGE,
-    PAGE,
-    PAGE_SUFFIXES,
-    STATIC_FOLDER,
-    page_files,
-)
+from gateway.admin.app import FILES_PATH, INDEX_PAGE, PAGE, PAGE_SUFFIXES, STATIC_FOLDER, page_files
 from tests.nodes.build import a_spec
 from tests.virtual import in_virtual_time
 from tests.web.bare_gateway import bare_gateway
@@ -26,7 +19,6 @@ NODE = a_spec("a", "http://127.0.0.1:9")
 
 
 def listed(folder: Path) -> dict[str, str]:
-    """The digests of SHA256SUMS, by path."""
     lines = (folder / "SHA256SUMS").read_text().splitlines()
     return {path: digest for digest, path in (line.split("  ") for line in lines)}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -67,7 +66,6 @@ async def send(running: Running, order: str, model: str, node: str = "r1") -> ht
 async def done(
     running: Running, order: str, model: str, state: str | None = None
 ) -> dict[str, Any]:
-    """Give an order, and wait until the model is in this state, if there is one."""
     response = await send(running, order, model)
     assert response.status_code == 200, response.text
     if state is not None:
@@ -121,9 +119,7 @@ async def test_a_model_is_loaded_and_unloaded_by_order(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_an_unload_waits_for_what_runs_and_a_drain_of_its_router_ends_it(
-    tmp_path: Path,
-) -> None:
+async def test_an_unload_waits_for_what_runs_and_a_drain_ends_it(tmp_path: Path) -> None:
     async with one_router(tmp_path) as (running, router):
         await done(running, "load", "a", "ready")
         asked = asyncio.create_task(running.client.post(CHAT, json=chat("a", 60)))
@@ -157,19 +153,6 @@ async def test_a_pin_is_kept_over_a_restart_and_ends_with_unpin(tmp_path: Path) 
     assert unpinned["pinned_by"] is None
     assert (problem["status"], problem["code"]) == (409, "placement_refused")
     assert problem["message"] == "r1/a is pinned by an operator: take the pin out."
-
-
-@in_virtual_time
-async def test_a_load_by_order_makes_room_where_nothing_is_pinned(tmp_path: Path) -> None:
-    async with one_router(tmp_path) as (running, _):
-        for name in ("a", "org/b"):
-            await done(running, "load", name, "ready")
-        await asyncio.sleep(20)  # what was loaded just now is not unloaded at once
-        reason = (await done(running, "load", "c"))["reason"]
-        await state_is(running, "r1/c", "ready")
-        left = [one for one in (await placements(running)).values() if one["state"] == "ready"]
-    assert reason == "it is loaded as soon as others there have made room"
-    assert len(left) == 2
 
 
 @in_virtual_time
@@ -214,30 +197,7 @@ async def test_orders_that_make_no_sense_name_the_remedy(tmp_path: Path) -> None
 
 
 @in_virtual_time
-async def test_a_router_without_commands_gets_none_by_order_either(tmp_path: Path) -> None:
-    async with one_router(tmp_path, models_on_demand=False) as (running, router):
-        problem = await refused(running, "load", "a")
-    assert "models_on_demand" in problem["message"]
-    assert router.models["a"].state == "unloaded"
-
-
-@in_virtual_time
-async def test_a_failed_load_is_tried_at_once_by_order(tmp_path: Path) -> None:
-    async with one_router(tmp_path, unreadable=("cut",)) as (running, _):
-        for _ in range(2):
-            await done(running, "load", "cut", "failed")
-        failed = (await placements(running))["r1/cut"]
-        out, load = await running.gateway.live.view.read_problems()
-    assert failed["load_failures"] == 2
-    assert (out.id, load.id) == ("model_out:cut", "load_failed:r1/cut")
-    for told in (failed["reason"], load.cause):
-        assert "could not load it" in told
-
-
-@in_virtual_time
-async def test_an_instance_is_a_node_by_its_own_name_and_a_router_counts_once(
-    tmp_path: Path,
-) -> None:
+async def test_an_instance_is_a_node_by_its_own_name_and_counts_once(tmp_path: Path) -> None:
     async with one_router(tmp_path) as (running, _):
         await done(running, "load", "org/b", "ready")
         paths = ("/admin/nodes/r1/org/b", "/admin/nodes/r1%2Forg%2Fb")
@@ -259,82 +219,6 @@ async def test_an_instance_is_a_node_by_its_own_name_and_a_router_counts_once(
         "r1": 0, "r1/a": 0, "r1/c": 0, "r1/org/b": 2, "a1": 2,
     }  # fmt: skip
     assert [one.id for one in problems] == ["draining"]
-
-
-@in_virtual_time
-async def test_why_tells_of_the_load_that_a_request_waited_for(tmp_path: Path) -> None:
-    async with one_router(tmp_path, memory="5GiB") as (running, _):
-        first = await running.client.post(CHAT, json=chat("a", 4))
-        await asyncio.sleep(30)
-        headers = {"X-Request-ID": "second"}
-        asked = asyncio.create_task(
-            running.client.post(CHAT, json=chat("org/b", 4), headers=headers)
-        )
-        await state_is(running, "r1/org/b", "loading")
-        await asyncio.sleep(1)
-        waiting = (await running.admin.get("/admin/requests/second/why")).json()["requests"][0]
-        answer = await asked
-        told = (await running.admin.get("/admin/requests/second/why")).json()["requests"][0]
-        live = await running.gateway.live.view.read(with_requests=False)
-    assert (first.status_code, answer.status_code) == (200, 200)
-    assert waiting["summary"].startswith("It waits for the load of r1/org/b, which goes on for 1")
-    load = next(one for one in told["decisions"] if one["kind"] == "queued")["load"]
-    assert (load["node"], load["unloaded"]) == ("r1/org/b", ["r1/a"])
-    assert 3 <= load["seconds"] < 4
-    assert load["waited"] == load["seconds"]
-    assert "for which r1/a had to be unloaded." in told["summary"]
-    assert list(live.nodes) == ["r1", "r1/org/b", "a1"]
-    row = live.nodes["r1/org/b"]
-    assert (row["router"], row["memory"], row["cells"]) == ("r1", 4 * GIB, "ff")
-    assert live.summary["states"] == {"ready": 2}
-    assert live.summary["hosts"]["127.0.0.1"]["used"] == 4 * GIB
-
-
-@in_virtual_time
-async def test_a_pin_that_can_t_be_kept_is_a_problem_after_a_minute(tmp_path: Path) -> None:
-    wishes: dict[str, Any] = {name: {"memory": "4GiB", "pin": ["r1"]} for name in FILES}
-    wishes["a"] |= {"replicas": {"min": 2}}
-    wishes["ghost"] = {"memory": "1GiB", "pin": ["r1"]}
-    async with one_router(tmp_path, {"models": wishes}, memory="20GiB") as (running, router):
-        await until(lambda: all(one.state == "loaded" for one in router.models.values()), 60)
-        early = await running.gateway.live.view.read_problems()
-        await asyncio.sleep(70)
-        late = await running.gateway.live.view.read_problems()
-    assert early == []
-    assert [one.id for one in late] == ["not_kept:a:", "not_kept:ghost:r1"]
-    assert "1 are loaded, and replicas.min is 2" in late[0].cause
-    assert "r1 does not have it" in late[1].cause.lower()
-
-
-@in_virtual_time
-async def test_a_load_that_takes_far_too_long_is_a_problem(tmp_path: Path) -> None:
-    async with one_router(tmp_path) as (running, router):
-        await done(running, "load", "a", "ready")
-        await done(running, "unload", "a", "unloaded")
-        router.models["a"].load_seconds = 500.0
-        await done(running, "load", "a")
-        await asyncio.sleep(70)
-        problems = await running.gateway.live.view.read_problems()
-    assert [one.id for one in problems] == ["loading:127.0.0.1:r1/a"]
-    assert re.search(r"It is loaded since (69|70) s, in about 3 s", problems[0].cause)
-
-
-@in_virtual_time
-async def test_a_router_that_others_command_too_is_told_until_it_is_probed(tmp_path: Path) -> None:
-    async with one_router(tmp_path) as (running, _):
-        router = running.gateway.fleet.nodes["r1"]
-        for _ in range(6):
-            router.router_record.changed_by_others(running.gateway.clock())
-        problems = await running.gateway.live.view.read_problems()
-        problem = await refused(running, "load", "a")
-        metrics = (await running.admin.get("/metrics")).text
-        await running.admin.post("/admin/nodes/r1/probe")
-        after = await running.gateway.live.view.read_problems()
-        await done(running, "load", "a")
-    assert [one.id for one in problems] == ["left_alone:r1"]
-    assert "llama-gateway nodes probe r1" in problem["message"]
-    assert 'llama_gateway_router_left_alone{node="r1"} 1' in metrics
-    assert after == []
 
 
 @pytest.mark.real

@@ -38,13 +38,10 @@ async def test_operators_see_what_every_key_used_and_cost(tmp_path: Path) -> Non
         assert set(told["money"]["tiers"]) == {"cpu", "gpu"}
         assert told["total"]["requests"] == told["rows_found"] + 2 == 5
 
-        users = (await admin.get("/admin/usage?by=user,class&since=0d")).json()
-        # The dearest first; on a node by the hour that is a matter of time.
-        assert {(row["user"], row["class"], row["requests"]) for row in users["rows"]} == {
-            (None, "premium", 1),
-            (None, "normal", 3),
-            ("bob", "normal", 1),
-        }
+        assert (alice["key_name"], vip["key_name"]) == ("Alice", "vip")
+        answer = await running.admin.get("/admin/usage?by=key&format=csv")
+        assert answer.headers["content-type"].startswith("text/csv")
+        assert answer.text.startswith("key,key_name,requests,failures,clients_left,")
 
 
 async def test_a_gateway_records_hours_and_sums_up_old_usage_by_itself(tmp_path: Path) -> None:
@@ -68,7 +65,6 @@ async def test_without_a_store_there_is_no_report_and_what_makes_no_sense_is_ref
 
 
 async def secret_chat(running: Running, key: Any, *, stream: bool = False, **headers: str) -> str:
-    """Have a chat; returns its `X-Request-ID`."""
     sent, messages = (
         bearer(key, **headers),
         [{"role": "user", "content": "the launch code is 7391"}],
@@ -100,9 +96,7 @@ async def why(running: Running, name: str) -> list[dict[str, Any]]:
     return requests
 
 
-async def test_what_has_ended_is_found_with_its_times_and_the_name_of_its_key(
-    tmp_path: Path,
-) -> None:
+async def test_what_has_ended_is_found_with_times_and_the_name_of_its_key(tmp_path: Path) -> None:
     async with metered_gateway(tmp_path) as running:
         await secret_chat(running, VIP, stream=True, **{"x-request-id": "mine"})
         own = await secret_chat(running, ALICE)
@@ -125,9 +119,7 @@ async def test_what_has_ended_is_found_with_its_times_and_the_name_of_its_key(
     assert failed["requests"] == []
 
 
-async def test_a_request_that_memory_has_forgotten_is_explained_by_the_ledgers_row(
-    tmp_path: Path,
-) -> None:
+async def test_what_memory_has_forgotten_is_explained_by_the_ledgers_row(tmp_path: Path) -> None:
     async with metered_gateway(tmp_path) as running:
         old = a_row(
             1, started_at=1_800_000_000.0, ended_at=1_800_000_009.5, wait_seconds=2.5,
@@ -140,33 +132,25 @@ async def test_a_request_that_memory_has_forgotten_is_explained_by_the_ledgers_r
         )  # fmt: skip
         await add(running, old, older)
         (by_id,) = await why(running, "r1")
-        by_clients = await why(running, "mine")
+        _, lost = await why(running, "mine")
         remembered = await secret_chat(running, ALICE)
         await until(lambda: len(running.gateway.registry) == 0)
         (live,) = await why(running, remembered)
     assert (by_id["from"], by_id["state"], by_id["decisions"]) == ("ledger", "finished", [])
     assert (by_id["id"], by_id["request_id"], by_id["caller"]) == ("r1", "mine", "team-a")
     assert (by_id["received_at"], by_id["seconds"]) == ("2027-01-15T08:00:00.000Z", 9.5)
-    assert (by_id["outcome"]["node"], by_id["outcome"]["ttft"]) == ("cpu-a", 4.0)
-    assert by_id["row"]["wait_seconds"] == 2.5
     assert by_id["summary"] == (
         "The decisions about it are no longer remembered; this is what the ledger keeps. It waited "
         "2.5 s in the queue. It ran on cpu-a, the last of 2 attempts: 1.5 s to read 70 tokens of "
         "the prompt (30 were cached), 5.5 s to write 10. Its stream was resumed once. It was "
         "answered after 9.5 s."
     )
-    assert "the nodes that were compared, and what each was expected to take" in by_id["unknown"]
-    assert [one["id"] for one in by_clients] == ["r1", "r2"]
-    lost = by_clients[1]
-    assert (lost["state"], lost["outcome"]["reason"]) == ("failed", "lost")
+    assert (lost["id"], lost["state"], lost["outcome"]["reason"]) == ("r2", "failed", "lost")
     assert "how long it waited, and when its first token came" in lost["unknown"]
-    assert "did not wait" not in lost["summary"]
     assert (live["from"], live["row"], live["unknown"]) == ("memory", None, [])
 
 
-async def test_what_neither_memory_nor_ledger_has_and_what_makes_no_sense_is_refused(
-    tmp_path: Path,
-) -> None:
+async def test_what_nobody_remembers_and_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
     async with metered_gateway(tmp_path) as running:
         for name in ("nobody", "a%00b", "%ff"):
             response = await running.admin.get(f"/admin/requests/{name}/why")

@@ -15,7 +15,6 @@ from gateway.app.handover import (
     READY_TIMEOUT,
     SOCKETS_VARIABLE,
     HandoverFailed,
-    InheritedState,
     inherit_from_environment,
     restart_command,
     start_successor,
@@ -42,7 +41,6 @@ def passed(sock: socket.socket) -> int:
 
 
 def systemd(*sockets: socket.socket, names: str = "") -> dict[str, str]:
-    """The environment with which systemd passes these sockets."""
     return {
         "LISTEN_PID": str(os.getpid()),
         "LISTEN_FDS": str(len(sockets)),
@@ -50,14 +48,7 @@ def systemd(*sockets: socket.socket, names: str = "") -> dict[str, str]:
     }
 
 
-def test_a_process_without_predecessor_and_systemd_inherits_nothing() -> None:
-    assert inherit_from_environment({}).sockets == {}
-    assert inherit_from_environment({"LISTEN_PID": "1", "LISTEN_FDS": "2"}).sockets == {}
-
-
-def test_a_successor_takes_the_socket_of_the_address_that_it_is_to_listen_on(
-    listening: socket.socket,
-) -> None:
+def test_a_successor_takes_the_socket_of_its_own_address(listening: socket.socket) -> None:
     reader, writer = os.pipe()
     inherited = inherit_from_environment(
         {SOCKETS_VARIABLE: f"public={passed(listening)} ready={writer}"}
@@ -76,69 +67,51 @@ def test_a_successor_takes_the_socket_of_the_address_that_it_is_to_listen_on(
     os.close(reader)
 
 
-@pytest.mark.parametrize(("customised", "had_admin_keys"), [(True, False), (False, True)])
 @pytest.mark.parametrize(
-    "door",
+    ("door", "customised"),
     [
-        AnonymousAccess(),
-        AnonymousAccess(had_keys=True),
-        AnonymousAccess(had_keys=True, allowed=True),
+        pytest.param(AnonymousAccess(), True, id="it had no keys"),
+        pytest.param(AnonymousAccess(had_keys=True), False, id="it had keys"),
+        pytest.param(AnonymousAccess(had_keys=True, allowed=True), True, id="beside keys"),
     ],
 )
 def test_a_successor_knows_its_predecessors_files_and_whom_it_let_in(
-    door: AnonymousAccess, customised: bool, had_admin_keys: bool, listening: socket.socket
+    door: AnonymousAccess, customised: bool, listening: socket.socket
 ) -> None:
     reader, writer = os.pipe()
-    more = {"customised": customised, "had_admin_keys": had_admin_keys}
+    more = {"customised": customised, "had_admin_keys": not customised}
     result = successor_environment(door, Path("config/gateway.yaml"), **more)
     assert result["LLAMA_GATEWAY_CONFIG"] == "config/gateway.yaml"
     inherited = inherit_from_environment(
         {SOCKETS_VARIABLE: f"public={passed(listening)} ready={writer}", **result}
     )
     assert (inherited.anonymous_access, inherited.customised) == (door, customised)
-    assert inherited.had_admin_keys == had_admin_keys
+    assert inherited.had_admin_keys is not customised
     inherited.notify_ready()
     os.close(reader)
     assert "LLAMA_GATEWAY_CONFIG" not in successor_environment(door, None, **more)
 
 
-def test_port_0_accepts_any_inherited_socket(listening: socket.socket) -> None:
-    inherited = InheritedState({"public": listening})
-    assert inherited.take_socket("public", [("127.0.0.1", 0)]) is listening
-
-
-def test_an_unused_socket_is_closed_when_the_successor_is_ready(
-    listening: socket.socket,
-) -> None:
-    inherited = InheritedState({"public": listening})
-    inherited.notify_ready()
-    assert listening.fileno() == -1
-
-
 def test_sockets_of_systemd_decide_where_the_gateway_listens(listening: socket.socket) -> None:
+    assert inherit_from_environment({"LISTEN_PID": "1", "LISTEN_FDS": "2"}).sockets == {}
     first = passed(listening)
     inherited = inherit_from_environment(systemd(listening), first_descriptor=first)
     options = inherited.apply_to(Options(Path("nodes.yaml"), port=1))
     assert (options.host, options.port) == listening.getsockname()
     assert options.admin_port is None
     inherited.notify_ready()
-
-
-def test_systemds_names_identify_the_listeners(listening: socket.socket) -> None:
-    first = passed(listening)
-    inherited = inherit_from_environment(systemd(listening, names="admin"), first_descriptor=first)
+    named = systemd(listening, names="admin")
+    inherited = inherit_from_environment(named, first_descriptor=passed(listening))
+    (sock,) = inherited.sockets.values()
     assert list(inherited.sockets) == ["admin"]
+    # One that is not used is closed when the successor is ready.
     inherited.notify_ready()
+    assert sock.fileno() == -1
 
 
-def test_an_unknown_name_of_systemds_is_refused_with_the_remedy(
-    listening: socket.socket,
-) -> None:
+def test_a_socket_of_another_kind_is_refused(listening: socket.socket, tmp_path: Path) -> None:
     with pytest.raises(StartError, match="FileDescriptorName=public or admin"):
         inherit_from_environment(systemd(listening, listening, names="admin:metrics"))
-
-
-def test_a_unix_socket_is_refused_with_the_remedy(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as sock:
         sock.bind(str(tmp_path / "socket"))
         reader, writer = os.pipe()
@@ -148,7 +121,7 @@ def test_a_unix_socket_is_refused_with_the_remedy(tmp_path: Path) -> None:
         os.close(writer)
 
 
-def test_a_script_is_restarted_by_the_name_that_was_used(
+def test_a_script_is_restarted_by_the_name_that_was_used_and_a_module_as_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release = tmp_path / "release-1"
@@ -157,9 +130,6 @@ def test_a_script_is_restarted_by_the_name_that_was_used(
     current.symlink_to(release)
     monkeypatch.setattr(sys, "argv", [str(current), "serve", "--port", "1"])
     assert restart_command() == (str(current), "serve", "--port", "1")
-
-
-def test_a_module_is_restarted_as_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["somewhere/gateway/__main__.py", "serve"])
     assert restart_command() == (sys.executable, "-m", "gateway", "serve")
 
@@ -167,7 +137,6 @@ def test_a_module_is_restarted_as_a_module(monkeypatch: pytest.MonkeyPatch) -> N
 async def succeed(
     sock: socket.socket, *command: str, timeout: float = READY_TIMEOUT
 ) -> subprocess.Popen[bytes]:
-    """Have this command take over a socket."""
     return await start_successor(
         command, {"public": sock}, from_systemd=False, hash_key=KEY, timeout=timeout
     )
@@ -216,9 +185,7 @@ async def test_a_successor_gets_the_hash_key_where_nobody_else_can_read_it(
     assert open_descriptors() == before, "no descriptor is left open"
 
 
-async def test_a_successor_knows_when_its_predecessor_has_written_or_is_dead(
-    listening: socket.socket,
-) -> None:
+async def test_a_successor_knows_when_its_predecessor_is_done(listening: socket.socket) -> None:
     reader, writer = os.pipe()
     ready_reader, ready = os.pipe()
     numbers = f"public={passed(listening)} ready={ready}"

@@ -66,12 +66,16 @@ class FlakyStore:
     asked: list[float] = field(default_factory=list)
     """The loop's times at which it was asked."""
     more_changes: int = 0
+    location: Any = None
 
     @property
     def changes(self) -> int:
         return self.more_changes + getattr(self.behind, "changes", 0)
 
-    async def run(self, job: Callable[[Connection], T], /, *, write: bool = True) -> T:
+    async def wait_opened(self, seconds: float) -> bool:
+        return seconds > 0
+
+    async def run(self, job: Callable[[Connection], T], /, *, write: bool = True, **_: Any) -> T:
         self.asked.append(asyncio.get_running_loop().time())
         failure = self.failures.pop(0) if self.failures else ""
         if self.is_away or failure == "before":
@@ -161,7 +165,6 @@ class LimitedProcess:
         self.open.append((self.meter.admit(accounts, request, record), record))
 
     def end(self, index: int, tokens: int, cost: float = 0.0) -> None:
-        """The request at this place has used so much."""
         reservation, record = self.open.pop(index)
         record.count_tokens(tokens, 0, 0)
         record.charge(AttemptCharge(cost))
@@ -172,7 +175,6 @@ class LimitedProcess:
 
 
 def all_accounts(book: LimitBook) -> Iterator[Account]:
-    """Every account, those of end users too."""
     yield from book._accounts.values()
     for users in book._users.values():
         yield from users.values()
@@ -193,7 +195,6 @@ def read_rows(connection: Connection) -> list[dict[str, Any]]:
 
 
 def counted(rows: list[dict[str, Any]], subject: str, wall: float) -> Counted:
-    """The sums over the windows that end now."""
     kind, _, rest = subject.partition(":")
     mine = [row for row in rows if _counts_for(row, kind, rest)]
 
@@ -207,6 +208,16 @@ def counted(rows: list[dict[str, Any]], subject: str, wall: float) -> Counted:
         tokens(wall - 60.0),
         tokens(wall // 86400 * 86400 - 0.001),
         sum(row["cost"] for row in mine),
+    )
+
+
+def used(account: Account, clocks: Clocks) -> Counted:
+    now = clocks.clock()
+    return Counted(
+        int(account.requests.value(now)),
+        int(account.tokens.value(now)),
+        int(sum(account.tokens_by_day.values())),
+        sum(account.cost_by_month.values()),
     )
 
 

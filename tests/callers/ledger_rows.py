@@ -56,38 +56,24 @@ def a_row(number: int, **values: Any) -> dict[str, Any]:
 
 
 def add_rows(connection: Connection, rows: list[dict[str, Any]]) -> None:
-    """Insert rows of `a_row`."""
     if rows:
         connection.execute(insert(usage), rows)
 
 
 def count_rows(connection: Connection) -> int:
-    """The rows of the ledger."""
     return connection.scalar(select(func.count()).select_from(usage)) or 0
 
 
-def made_up_rows(
-    count: int, days: int, rng: random.Random, *, in_order: bool = False
-) -> Iterator[dict[str, Any]]:
-    """Rows of so many days before `NOON`, of 40 keys, 500 users, 4 models and 10 nodes.
-
-    A quarter has an id of its client. `in_order`: each ended after the one before.
-    """
+def made_up_rows(count: int, days: int, rng: random.Random) -> Iterator[dict[str, Any]]:
+    """Rows of so many days before `NOON`, of 40 keys, 500 users, 4 models and 10 nodes."""
     for number in range(count):
         gpu = rng.random() < 0.1
         key = rng.randrange(40)
-        age = 1 - (number + 1) / count if in_order else rng.random()
-        ended_at, wait = NOON - age * days * DAY, max(0.0, rng.gauss(-1.0, 2.0))
-        prefill, decode = rng.lognormvariate(0.5, 0.8), rng.lognormvariate(2.0, 0.7)
+        ended_at = NOON - rng.random() * days * DAY
         yield a_row(
             number,
+            started_at=ended_at - rng.lognormvariate(2.0, 0.7),
             ended_at=ended_at,
-            started_at=ended_at - wait - prefill - decode,
-            wait_seconds=wait,
-            ttft_seconds=wait + prefill,
-            prefill_seconds=prefill,
-            decode_seconds=decode,
-            client_request_id=f"trace-{number:032x}" if key < 10 else None,
             key=f"key-{key}",
             group_name=f"group-{key % 5}",
             user=f"user-{rng.randrange(500)}" if key < 4 else None,

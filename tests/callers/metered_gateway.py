@@ -27,13 +27,11 @@ CALLERS: list[dict[str, Any]] = [
 
 
 def bearer(key: Any, **headers: str) -> dict[str, str]:
-    """The headers of a request with this key."""
     return {"Authorization": f"Bearer {key.text}", **headers}
 
 
 @contextlib.asynccontextmanager
 async def metered_gateway(folder: Path, **settings: Any) -> AsyncIterator[Running]:
-    """The gateway, ready on both tiers."""
     async with EmulatedNode(slots=2) as cpu, EmulatedNode(slots=2) as gpu:
         nodes: list[dict[str, Any]] = [
             {"name": "cpu-a", "url": cpu.url, "cost_per_hour": 0.2},
@@ -52,7 +50,6 @@ async def metered_gateway(folder: Path, **settings: Any) -> AsyncIterator[Runnin
 
 
 async def chat(running: Running, key: Any = None, **headers: str) -> None:
-    """Have one chat of some tokens."""
     body = {"messages": [{"role": "user", "content": "Hello there"}], "max_tokens": 8}
     sent = headers if key is None else bearer(key, **headers)
     response = await running.client.post("/v1/chat/completions", json=body, headers=sent)

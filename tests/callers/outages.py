@@ -1,4 +1,4 @@
-"""`python -m tests.callers.outages`: the store fails under load, and no request does.
+"""The store fails under load, and no request does.
 
 A gateway with a metered key serves streams and plain responses over emulated nodes while its store
 is taken away for some seconds: a PostgreSQL server is halted (SIGSTOP) or killed (SIGKILL) and
@@ -8,15 +8,12 @@ has its one row in the ledger.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import os
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +25,7 @@ from gateway.callers.keys import new_key
 from gateway.store.schema import open_requests, usage
 from tests.emulator import EmulatedNode
 from tests.gateways import NO_TLS, running_gateway, until
-from tests.postgres import PostgresServer, running_postgres
+from tests.postgres import PostgresServer
 from tests.store.stores import opened
 
 CLIENTS = 16
@@ -39,24 +36,13 @@ CHAT = "/v1/chat/completions"
 
 @dataclass
 class Phase:
-    """Requests that were sent in one phase."""
-
     name: str
     seconds: list[float] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
 
-    def __str__(self) -> str:
-        longest = max(self.seconds, default=0.0)
-        return (
-            f"{self.name}: {len(self.seconds)} requests, {len(self.failed)} failed, "
-            f"the longest {longest * 1e3:.0f} ms"
-        )
-
 
 @dataclass
 class Outcome:
-    """What an outage has shown."""
-
     phases: list[Phase]
     states: list[str]
     """The store's states, in their order."""
@@ -67,12 +53,10 @@ class Outcome:
 
     @property
     def requests(self) -> int:
-        """All that were sent."""
         return sum(len(phase.seconds) for phase in self.phases)
 
     @property
     def failed(self) -> list[str]:
-        """What was wrong with those that failed."""
         return [why for phase in self.phases for why in phase.failed]
 
 
@@ -168,17 +152,14 @@ def _counted(url: str) -> tuple[int, int]:
 
 
 async def server_halted(server: PostgresServer, folder: Path, seconds: float) -> Outcome:
-    """Halt the server (SIGSTOP), and let it go on."""
     return await outage(folder, server.new_database(), server.halt, server.go_on, seconds)
 
 
 async def server_killed(server: PostgresServer, folder: Path, seconds: float) -> Outcome:
-    """Kill the server (SIGKILL), and start it again."""
     return await outage(folder, server.new_database(), server.kill, server.start, seconds)
 
 
 async def file_locked(folder: Path, seconds: float) -> Outcome:
-    """Let another process hold SQLite's write lock."""
     file = folder / "gateway.db"
     script = (
         "import sqlite3, sys; c = sqlite3.connect(sys.argv[1], isolation_level=None, timeout=60);"
@@ -203,7 +184,6 @@ async def file_locked(folder: Path, seconds: float) -> Outcome:
 
 
 async def file_away(folder: Path, seconds: float) -> Outcome:
-    """Move SQLite's file away, and back."""
     file, aside = folder / "gateway.db", folder / "aside.db"
 
     def begin() -> None:
@@ -213,34 +193,3 @@ async def file_away(folder: Path, seconds: float) -> Outcome:
         aside.rename(file)
 
     return await outage(folder, f"sqlite:///{file}", begin, end, seconds)
-
-
-async def _all(seconds: float) -> AsyncIterator[tuple[str, Outcome]]:
-    with running_postgres() as server:
-        for name, way in (("halted", server_halted), ("killed", server_killed)):
-            with tempfile.TemporaryDirectory() as folder:
-                yield f"PostgreSQL {name}", await way(server, Path(folder), seconds)
-    for name, local in (("locked", file_locked), ("moved away", file_away)):
-        with tempfile.TemporaryDirectory() as folder:
-            yield f"SQLite's file {name}", await local(Path(folder), seconds)
-
-
-async def _main(seconds: float) -> int:
-    failed = 0
-    async for name, found in _all(seconds):
-        load = os.getloadavg()[0]
-        print(f"{name} for {seconds:.0f} s, load average {load:.0f} ({' -> '.join(found.states)})")
-        for phase in found.phases:
-            print(f"  {phase}")
-        print(
-            f"  {found.requests} requests, {found.rows} rows in the ledger, {found.left_open} open",
-            flush=True,
-        )
-        failed += bool(found.failed) or found.rows != found.requests
-    return failed
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=30.0, help="how long the store is away")
-    sys.exit(asyncio.run(_main(parser.parse_args().seconds)))

@@ -37,7 +37,6 @@ from tests.nodes.build import Clock
 
 
 def key_spec(id_: str, sha256: str, **fields: Any) -> KeySpec:
-    """The definition of a key, without the checks of the settings."""
     return KeySpec.model_construct(id=id_, sha256=sha256, **fields)
 
 
@@ -46,22 +45,15 @@ RING = KeyRing([key_spec(TEAM.id, TEAM.sha256), key_spec(OTHER.id, OTHER.sha256)
 
 
 def test_a_key_finds_its_holder() -> None:
-    key = new_key()
-    ring = KeyRing(
-        [key_spec(key.id, key.sha256, name="Team A", max_class="premium", models=("mistral-7b",))]
-    )
-    caller = ring.find(key.text)
+    key = hash_key("lg_mine_some_secret_of_my_own")  # A secret may contain an underscore.
+    fields: dict[str, Any] = {"max_class": "premium", "models": ("mistral-7b",)}
+    caller = KeyRing([key_spec(key.id, key.sha256, name="Team A", **fields)]).find(key.text)
     assert caller is not None
-    assert (caller.id, caller.name) == (key.id, "Team A")
+    assert (caller.id, caller.name) == ("mine", "Team A")
     assert caller.max_priority is Priority.PREMIUM
     assert caller.may_use("mistral-7b")
     assert not caller.may_use("phi-4-mini")
     assert not caller.anonymous
-    # A secret may contain an underscore.
-    own = hash_key("lg_mine_some_secret_of_my_own")
-    caller = KeyRing([key_spec(own.id, own.sha256)]).find(own.text)
-    assert caller is not None
-    assert caller.name == own.id == "mine"
 
 
 def test_new_keys_are_different_long_and_alphanumeric_and_are_kept_as_a_sha256() -> None:
@@ -81,16 +73,12 @@ def test_new_keys_are_different_long_and_alphanumeric_and_are_kept_as_a_sha256()
     "change",
     [
         lambda text: text[:-1],
-        lambda text: text + "x",
         lambda text: text.upper(),
         lambda text: text.replace("lg_", "sk_"),
-        lambda text: text.replace("lg_", ""),
         lambda text: text.replace("lg_team", "lg_other"),
         lambda text: " " + text,
-        lambda text: text.rsplit("_", 1)[0],
         lambda text: text.rsplit("_", 1)[0] + "_",
         lambda _: "",
-        lambda _: "lg__",
         lambda text: text + "x" * 100_000,
         lambda text: text + "\udc80",
     ],
@@ -99,39 +87,11 @@ def test_a_key_that_differs_in_anything_finds_nobody(change: Callable[[str], str
     assert RING.find(change(TEAM.text)) is None
 
 
-def test_any_presented_key_costs_one_hash(monkeypatch: pytest.MonkeyPatch) -> None:
-    hashed: list[int] = []
-    real = hashlib.sha256
-
-    def counting(data: bytes) -> object:
-        hashed.append(len(data))
-        return real(data)
-
-    key = new_key()
-    ring = KeyRing([key_spec(key.id, key.sha256)])
-    monkeypatch.setattr(hashlib, "sha256", counting)
-    for text in (key.text, "lg_unknown_" + "x" * 43, "sk-something", "", "x" * 60_000):
-        hashed.clear()
-        ring.find(text)
-        assert len(hashed) == 1
-        assert hashed[0] <= keys.MOST_KEY_CHARACTERS
-
-
-def test_a_text_that_is_not_a_key_is_not_hashed_and_no_id_has_an_underscore() -> None:
-    for text in ("", "secret", "sk-secret", "lg_secret", "lg__secret", "lg_id_"):
-        with pytest.raises(ValueError, match="lg_<id>_<secret>"):
-            hash_key(text)
-    for key_id in ("", "with_underscore"):
-        with pytest.raises(ValueError, match="underscore"):
-            new_key(key_id)
-
-
 @each_case(
     ("headers", "found"),
     [
         ([(b"authorization", b"Bearer lg_a_b")], ["lg_a_b"]),
         ([(b"authorization", b"bearer   lg_a_b ")], ["lg_a_b"]),
-        ([(b"x-api-key", b"lg_a_b")], ["lg_a_b"]),
         ([(b"api-key", b" lg_a_b")], ["lg_a_b"]),
         (
             [(b"api-key", b"c"), (b"x-api-key", b"b"), (b"authorization", b"Bearer a")],
@@ -141,14 +101,12 @@ def test_a_text_that_is_not_a_key_is_not_hashed_and_no_id_has_an_underscore() ->
         ([(b"x-api-key", b"a"), (b"x-api-key", b"b")], ["a", "b"]),
         ([(b"authorization", b"Basic dTpw"), (b"x-api-key", b"b")], ["b"]),
         ([(b"authorization", b"Bearer "), (b"x-api-key", b"b")], ["b"]),
-        ([(b"authorization", b"Bearer")], []),
-        ([(b"authorization", b"Basic dTpw")], []),
         ([(b"x-api-key", b"")], []),
         ([(b"authorization", b"Bearer \xff\xfe")], ["\xff\xfe"]),
         ([], []),
     ],
 )
-def test_keys_are_read_from_three_headers_each_once(
+def test_keys_are_read_from_three_headers(
     headers: list[tuple[bytes, bytes]], found: list[str]
 ) -> None:
     assert presented_keys(headers) == found
@@ -185,13 +143,6 @@ def test_valid_keys_of_two_callers_are_refused_with_the_remedy(keys: list[tuple[
     assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
 
 
-def test_an_invalid_key_is_refused_and_no_key_is_anonymous() -> None:
-    with pytest.raises(GatewayError) as caught:
-        caller_from_keys(sent(("authorization", "a"), ("x-api-key", "lg_team_wrong")), RING)
-    assert caught.value.status == 401
-    assert caller_from_keys([(b"authorization", b"Bearer "), (b"x-api-key", b"")], RING) is None
-
-
 def test_too_many_keys_are_refused_without_hashing() -> None:
     hashed: list[str] = []
 
@@ -211,14 +162,6 @@ def test_too_many_keys_are_refused_without_hashing() -> None:
     assert len(hashed) == keys.MOST_KEYS
 
 
-@given(st.text())
-def test_no_text_breaks_the_key_ring(text: str) -> None:
-    assert RING.find(text) is None
-
-
-# The key ring: keys of settings and store together, their changes, expiry and rotation.
-
-
 ALICE, BOB, ALICE_NEW = new_key("alice"), new_key("bob"), new_key("alice")
 
 
@@ -232,7 +175,6 @@ def stored(key: ApiKey, *, expires: float | None = None) -> HeldKey:
 
 
 def admitted(ring: KeyRing, key: str | None, *, loopback: bool = False) -> Caller | int:
-    """The caller, or the status of the refusal."""
     headers = [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
     try:
         return identify_caller(
@@ -242,30 +184,27 @@ def admitted(ring: KeyRing, key: str | None, *, loopback: bool = False) -> Calle
         return error.status
 
 
-def test_a_key_of_the_settings_hides_a_stored_one_with_its_id() -> None:
-    ring = KeyRing([spec(ALICE)])
-    ring.replace_stored([stored(ALICE_NEW), stored(BOB)])
-    assert ring.find(ALICE.text) is not None
-    assert ring.find(ALICE_NEW.text) is None
-    ring.configure([])
-    assert ring.find(ALICE_NEW.text) is not None
-
-
 def test_every_change_expiry_and_revocation_changes_the_version() -> None:
     clock = Clock()
     ring = KeyRing(clock=clock)
+    rotated = held_key(spec(ALICE_NEW), ALICE.sha256, 1_010.0)
     changes: list[tuple[float, Callable[[], None]]] = [
-        (0.0, lambda: ring.configure([spec(ALICE)])),
-        (0.0, lambda: ring.replace_stored([stored(BOB, expires=1_010)])),
-        (10.0, ring.expire),
+        (0.0, lambda: ring.configure([spec(OTHER)])),
+        (0.0, lambda: ring.replace_stored([stored(BOB, expires=1_005), rotated])),
+        (5.0, ring.expire),
+        (5.0, ring.expire),
         (0.0, lambda: ring.replace_stored([])),
     ]
-    versions = [ring.version]
+    versions, found = [ring.version], []
     for seconds, change in changes:
         clock.now += seconds
         change()
         versions.append(ring.version)
+        found.append({key.text for key in (BOB, ALICE, ALICE_NEW) if ring.find(key.text)})
     assert len(set(versions)) == len(versions)
+    # A rotated secret works until its grace is over.
+    new = ALICE_NEW.text
+    assert found == [set(), {BOB.text, ALICE.text, new}, {ALICE.text, new}, {new}, set()]
     ring.expire()
     assert ring.version == versions[-1]  # nothing has expired since
 
@@ -274,46 +213,19 @@ def test_a_key_ends_when_it_expires_for_good_and_still_counts() -> None:
     clock = Clock()
     ring = KeyRing(clock=clock)
     ring.replace_stored([stored(BOB, expires=1_010)])
-    clock.now = 1_009.9
-    ring.expire()
-    assert ring.find(BOB.text) is not None
     # A clock that is set back revives no expired key.
-    for clock.now in (1_010.0, 1_000.0):
+    for clock.now, is_known in ((1_009.9, True), (1_010.0, False), (1_000.0, False)):
         ring.expire()
-        assert ring.find(BOB.text) is None
+        assert (ring.find(BOB.text) is not None) == is_known
     # The last key has expired: nobody is admitted, on a loopback listener neither.
     assert len(ring) == 1
     assert admitted(ring, None, loopback=True) == 401
-    assert admitted(ring, BOB.text, loopback=True) == 401
-
-
-def test_only_the_holder_of_an_expired_key_is_told_that_it_has_expired() -> None:
-    clock = Clock()
-    ring = KeyRing([spec(ALICE, expires=1_010)], clock=clock)
-    ring.replace_stored([stored(BOB, expires=1_010)])
-    clock.now = 1_020.0
-    ring.expire()
-    wrong = f"lg_{ALICE.id}_{'x' * 43}"
-    for text, is_told in ((ALICE.text, True), (BOB.text, True), (wrong, False), ("lg_q_x", False)):
+    # Only its holder is told that it has expired.
+    for text, is_told in ((BOB.text, True), (f"lg_{BOB.id}_{'x' * 43}", False), ("lg_q_x", False)):
         with pytest.raises(GatewayError) as refused:
             caller_from_keys([(b"x-api-key", text.encode())], ring)
         assert (refused.value.status, refused.value.code) == (401, "invalid_api_key")
         assert ("has expired" in refused.value.message) == is_told, text
-    ring.configure([])
-    with pytest.raises(GatewayError, match="No valid API key"):
-        caller_from_keys([(b"x-api-key", ALICE.text.encode())], ring)
-
-
-def test_after_a_rotation_the_old_secret_works_until_the_grace_is_over() -> None:
-    clock = Clock()
-    ring = KeyRing(clock=clock)
-    ring.replace_stored([held_key(spec(ALICE_NEW), ALICE.sha256, 1_060.0)])
-    assert ring.find(ALICE.text) == ring.find(ALICE_NEW.text) is not None
-    version, clock.now = ring.version, 1_060.0
-    ring.expire()
-    assert ring.find(ALICE.text) is None
-    assert ring.find(ALICE_NEW.text) is not None
-    assert ring.version != version
 
 
 def test_every_look_up_compares_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,24 +245,11 @@ def test_every_look_up_compares_as_much(monkeypatch: pytest.MonkeyPatch) -> None
         assert compared == [(32, 32), (32, 32)]
 
 
-def test_losing_the_last_key_of_both_locks() -> None:
-    ring = KeyRing([spec(ALICE)])
-    ring.replace_stored([stored(BOB)])
-    ring.configure([])
-    assert isinstance(admitted(ring, BOB.text), Caller)
-    ring.replace_stored([])
-    assert ring.access.locked
-    assert admitted(ring, None, loopback=True) == 401
-    ring.replace_stored([stored(BOB)])
-    assert isinstance(admitted(ring, BOB.text), Caller)
-
-
 def test_while_the_store_is_unknown_keys_of_the_settings_work_and_nobody_is_a_stranger() -> None:
     ring = KeyRing(is_complete=False)
     ring.configure([])
-    assert admitted(ring, BOB.text, loopback=True) == 503
-    assert admitted(ring, None, loopback=True) == 503
-    assert admitted(ring, None) == 503
+    for key, loopback in ((BOB.text, True), (None, True), (None, False)):
+        assert admitted(ring, key, loopback=loopback) == 503
     ring.configure([spec(ALICE)])
     assert isinstance(admitted(ring, ALICE.text), Caller)
     assert admitted(ring, BOB.text) == 503
@@ -358,9 +257,7 @@ def test_while_the_store_is_unknown_keys_of_the_settings_work_and_nobody_is_a_st
     ring.replace_stored([stored(BOB)])
     assert isinstance(admitted(ring, BOB.text), Caller)
     assert admitted(ring, OTHER.text) == 401
-
-
-def test_a_store_without_keys_opens_a_loopback_listener_only_once_that_is_known() -> None:
+    # One without any opens a loopback listener, once that is known.
     ring = KeyRing(is_complete=False)
     ring.configure([])
     ring.replace_stored([])
@@ -392,10 +289,17 @@ STEPS = st.lists(
 )
 
 
+def test_a_key_of_the_settings_hides_a_stored_one_with_its_id() -> None:
+    ring = KeyRing([spec(ALICE)])
+    ring.replace_stored([stored(ALICE_NEW), stored(BOB)])
+    assert ring.find(ALICE.text) is not None
+    assert ring.find(ALICE_NEW.text) is None
+    ring.configure([])
+    assert ring.find(ALICE_NEW.text) is not None
+
+
 @given(STEPS)
-def test_exactly_the_keys_of_both_that_have_not_expired_are_found(
-    steps: list[tuple[str, list[tuple[int, int]]]],
-) -> None:
+def test_exactly_the_keys_of_both_are_found(steps: list[tuple[str, list[tuple[int, int]]]]) -> None:
     clock = Clock()
     ring = KeyRing(clock=clock)
     settings: dict[int, float] = {}
@@ -414,10 +318,6 @@ def test_exactly_the_keys_of_both_that_have_not_expired_are_found(
         found = {number for number, key in enumerate(KEYS) if ring.find(key.text)}
         assert found == {number for number, end in both.items() if end > clock.now}
         assert len(ring) == len(both)
-
-
-def test_a_held_key_shows_no_digest() -> None:
-    assert "digest" not in repr(stored(ALICE))
 
 
 WATCHER, KEEPER, OWNER = new_key("watcher"), new_key("keeper"), new_key("owner")
@@ -441,13 +341,10 @@ def test_the_key_of_the_file_is_any_text_and_gives_the_highest_role() -> None:
     "presented",
     [
         "",
-        "lg_",
         "lg_watcher_",
         f"lg_keeper_{WATCHER.text.rpartition('_')[2]}",
-        f"{WATCHER.text}x",
         WATCHER.text[:-1],
         WATCHER.sha256,
-        new_key("nobody").text,
         "k" * (MOST_ADMIN_KEY_CHARACTERS + 1),
         "\udcff",
     ],
@@ -468,9 +365,5 @@ def test_an_admin_key_is_needed_once_there_was_one_and_without_it_nobody_is_admi
     keys.configure((), None)
     assert (keys.needed, keys.lost) == (True, True)
     assert keys.find(WATCHER.text) is None
-    keys.configure(SPECS, None)
-    assert not keys.lost
-    assert keys.find(OWNER.text) is not None
-    assert AdminKeys((), "key").needed
     successor = AdminKeys(had_keys=True)
     assert (successor.needed, successor.lost) == (True, True)

@@ -3,33 +3,63 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import contextlib
 import itertools
 import operator
+import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import pytest
-import structlog
 from sqlalchemy import Connection, insert, select
 
-from gateway.callers.ledger import JOURNALED_WITHIN, ROW_COLUMNS, Ledger, OpenRequest, UsageRow
+from gateway.callers.ledger import (
+    JOURNALED_WITHIN,
+    ROW_COLUMNS,
+    KeptRows,
+    Ledger,
+    OpenRequest,
+    UsageRow,
+    read_rows,
+)
+from gateway.callers.limits import LimitBook
+from gateway.callers.meter import Meter
 from gateway.callers.processes import (
     DEAD_SECONDS,
     EDGE_DIED,
+    HEARTBEAT_SECONDS,
     LOST,
     MOST_TAKEN,
     ProcessIdentity,
+    ProcessWatch,
+    SeenProcess,
+    is_gone,
+    register,
+    seen_processes,
+    start_ticks,
+    take_open_requests,
 )
+from gateway.config.keys import LimitSpec
+from gateway.config.settings import Settings
+from gateway.errors import GatewayError
+from gateway.events import EventBus, RequestRecord
+from gateway.lease import AttemptCharge
 from gateway.store.failures import StoreUnavailable
 from gateway.store.schema import open_requests, processes, revisions, usage
 from gateway.store.store import Store
-from tests.callers.build import NOW, FlakyStore
+from gateway.terms import Caller, Priority
+from tests.callers import ledger_rows
+from tests.callers.build import NOW, Clocks, FlakyStore
+from tests.each_case import each_case
 from tests.gateways import until
+from tests.lease_requests import a_lease_request
 from tests.nodes.build import Clock
 from tests.store.stores import opened
-from tests.virtual import in_virtual_time, now
+from tests.virtual import in_virtual_time
 
 T = TypeVar("T")
 
@@ -59,11 +89,9 @@ class World:
         )
 
     def open_requests(self, before: float, but: Mapping[str, object]) -> list[OpenRequest]:
-        """Those of `open`, as a meter tells them."""
         return [one for one in self.open if one.started_at <= before and but.get(one.id) is None]
 
     async def all(self, table: Any) -> list[dict[str, Any]]:
-        """The rows of a table."""
         key = next(iter(table.primary_key))
 
         def read(connection: Connection) -> list[dict[str, Any]]:
@@ -80,16 +108,8 @@ async def a_world(url: str) -> AsyncIterator[World]:
 
 
 def a_row(id_: str, process: str = "p1.0", **values: Any) -> UsageRow:
-    made = {
-        "id": id_, "process": process, "started_at": NOW, "ended_at": NOW + 1, "key": "alice",
-        "group_name": None, "user": None, "model": "demo", "class": "normal", "tier": "cpu",
-        "node": "a", "path": "/v1/chat/completions", "stream": True, "prompt_tokens": 10,
-        "cached_tokens": 0, "completion_tokens": 5, "slot_seconds": 0.5, "cost": 0.25,
-        "gpu_cost": 0.0, "attempts": 1, "status": 200, "outcome": "ok", "wait_seconds": 0.5,
-        "ttft_seconds": 0.75, "prefill_seconds": 0.25, "decode_seconds": 0.125, "resumptions": 0,
-        "client_request_id": None, **values,
-    }  # fmt: skip
-    return tuple(made[name] for name in ROW_COLUMNS)
+    row = ledger_rows.a_row(0, id=id_, process=process, started_at=NOW, **values)
+    return tuple(row["class_" if name == "class" else name] for name in ROW_COLUMNS)
 
 
 def an_open_request(id_: str, started_at: float, *, tokens: int = 0, **keys: Any) -> OpenRequest:
@@ -109,19 +129,13 @@ def running(ledger: Ledger) -> Iterator[None]:
 
 
 async def test_many_rows_of_every_kind_are_written_as_they_are(store_url: str) -> None:
+    names = ("group_name", "user", "gpu_cost", "ttft_seconds", "stream")
     kinds: list[dict[str, Any]] = [
-        dict(zip(("group_name", "user", "gpu_cost", "ttft_seconds", "stream"), one, strict=True))
-        for one in itertools.product(
-            (None, "team"), (None, "ünïcode"), (None, 0.5), (None, 0.75), (False, True)
-        )
+        dict(zip(names, one, strict=True))
+        for one in itertools.product(*((None, "ünïcode"),) * 2, *((None, 0.5),) * 2, (False, True))
     ]
     # More than one statement holds of the first kind.
-    many: list[dict[str, Any]] = [
-        *kinds * 3,
-        *kinds[:1] * 60,
-        *kinds,
-        {"client_request_id": "mine", "resumptions": 2},
-    ]
+    many = [*kinds * 3, *kinds[:1] * 60, *kinds, {"client_request_id": "mine", "resumptions": 2}]
     added = [a_row(f"r{i:03}", **kind) for i, kind in enumerate(many)]
     async with a_world(store_url) as world:
         ledger = world.ledger()
@@ -134,16 +148,6 @@ async def test_many_rows_of_every_kind_are_written_as_they_are(store_url: str) -
         {**dict(zip(ROW_COLUMNS, row, strict=True)), "sequence": number}
         for number, row in enumerate(added, 1)
     ]
-
-
-async def test_rows_are_written_without_being_asked(store_url: str) -> None:
-    async with a_world(store_url) as world:
-        ledger = world.ledger(flush_rows=3)
-        with running(ledger):
-            for i in range(7):
-                ledger.add(a_row(f"r{i}"))
-            await until(lambda: ledger.written == 7, LIMIT)
-        assert len(await world.all(usage)) == 7
 
 
 async def test_a_batch_is_written_once_though_nobody_knows_whether_it_was(store_url: str) -> None:
@@ -173,68 +177,6 @@ async def test_a_batch_is_written_once_though_nobody_knows_whether_it_was(store_
         assert len({row["sequence"] for row in rows}) == 6
         assert [row["id"] for row in await world.all(open_requests)] == ["o1"]
         assert (ledger.worker.problem, ledger.written) == (None, 6)
-
-
-@in_virtual_time
-async def test_others_run_while_the_open_requests_are_walked_over() -> None:
-    class NoStore:
-        async def run(self, job: Any, /, *, write: bool = True) -> Any:
-            await asyncio.sleep(0)
-            return []
-
-    world = World(NoStore())  # type: ignore[arg-type]
-    walked = most = 0
-
-    def requests(*_: object) -> Iterator[OpenRequest]:
-        nonlocal walked
-        for one in world.open:
-            walked += 1
-            yield one
-
-    async def count() -> None:
-        nonlocal walked, most
-        while True:
-            most, walked = max(most, walked), 0
-            await asyncio.sleep(0)
-
-    ledger = dataclasses.replace(world.ledger(), open_requests=requests)
-    world.open = [an_open_request(f"o{number}", 0.0) for number in range(2_000)]
-    counting = asyncio.create_task(count())
-    await asyncio.sleep(0)
-    await ledger.start(LIMIT)
-    world.open = [one._replace(completion_tokens=1) for one in world.open]
-    await ledger.start(LIMIT)
-    counting.cancel()
-    assert 0 < most <= 300
-
-
-@in_virtual_time
-async def test_a_store_that_is_away_is_told_of_once_though_there_is_nothing_to_write() -> None:
-    class ReadlessStore:
-        """Fails from a look for dead processes on."""
-
-        is_away = False
-
-        async def run(self, job: Any, /, *, write: bool = True) -> Any:
-            self.is_away = self.is_away or (now() > 1001.0 and not write)
-            if self.is_away:
-                raise StoreUnavailable("gone", "wait")
-            return []
-
-    own = ProcessIdentity("p.0", "host", 1, NOW)
-    store = ReadlessStore()
-    ledger = Ledger(cast("Any", store), own, lambda: NOW, now, lambda *_: ())
-    problems: list[str | None] = []
-    with structlog.testing.capture_logs() as logs:
-        task = asyncio.create_task(ledger.worker.run())
-        for _ in range(600):
-            await asyncio.sleep(0.1)
-            if store.is_away:
-                problems.append(ledger.worker.problem)
-    task.cancel()
-    assert len(problems) > 100
-    assert set(problems) == {"gone; wait"}
-    assert [one["event"] for one in logs] == ["usage waits for the store"]
 
 
 async def test_a_row_that_no_store_takes_does_not_hold_up_the_others(store_url: str) -> None:
@@ -285,38 +227,32 @@ async def test_a_long_request_is_in_the_journal_until_its_row_is_written(store_u
         world.clock.passes(0.6)
         await ledger.start(LIMIT)
         (one,) = await world.all(open_requests)
-        assert (one["id"], one["process"], one["key"], one["group_name"]) == (
-            "o1", ledger.own.id, "alice", "team"
-        )  # fmt: skip
-        assert (one["reserved_tokens"], one["reserved_cost"]) == (1000, 0.5)
-        assert (one["prompt_tokens"], one["completion_tokens"]) == (100, 0)
-        # What the store has of it is brought up to date twice a second.
-        for tokens, known in ((3, 0), (7, 7)):
-            world.clock.passes(0.25)
-            world.open = [an_open_request("o1", NOW + 100.0, tokens=tokens)]
+        wanted = {
+            "id": "o1", "process": ledger.own.id, "key": "alice", "group_name": "team",
+            "reserved_tokens": 1000, "reserved_cost": 0.5, "prompt_tokens": 100,
+        }  # fmt: skip
+        assert {name: one[name] for name in wanted} == wanted
+        # What the store has of it is brought up to date twice a second, and never goes down: not
+        # when its attempt has ended and is not accounted for, nor without new tokens.
+        for seconds, tokens, slot_seconds, known in (
+            (0.25, 3, 0.0, (0, 0.0)),
+            (0.25, 7, 0.0, (7, 0.0)),
+            (0.5, 0, 0.0, (7, 0.0)),
+            (0.5, 0, 1.0, (7, 1.0)),
+        ):
+            world.clock.passes(seconds)
+            world.open = [
+                an_open_request("o1", NOW + 100.0, tokens=tokens, slot_seconds=slot_seconds)
+            ]
             await ledger.start(LIMIT)
             (one,) = await world.all(open_requests)
-            assert one["completion_tokens"] == known
-        assert one["updated_at"] == NOW + 101.1
-        # Its attempt has ended and is not accounted for.
-        world.clock.passes(0.5)
-        world.open = [an_open_request("o1", NOW + 100.0)]
-        await ledger.start(LIMIT)
-        (one,) = await world.all(open_requests)
-        assert one["completion_tokens"] == 7
-        # It has no new tokens, but holds its slot.
-        world.clock.passes(0.5)
-        world.open = [an_open_request("o1", NOW + 100.0, slot_seconds=1.0, cost=0.5)]
-        await ledger.start(LIMIT)
-        (one,) = await world.all(open_requests)
-        assert (one["completion_tokens"], one["slot_seconds"], one["cost"]) == (7, 1.0, 0.5)
+            assert (one["completion_tokens"], one["slot_seconds"]) == known
         world.open = []
         ledger.add(a_row("o1", process=ledger.own.id, completion_tokens=9))
         await ledger.close(LIMIT)
-        assert await world.all(open_requests) == []
         (row,) = await world.all(usage)
         assert row["completion_tokens"] == 9
-        assert await world.all(processes) == []
+        assert await world.all(open_requests) == await world.all(processes) == []
 
 
 async def test_requests_of_a_dead_process_are_recovered_once_and_in_parts(store_url: str) -> None:
@@ -346,9 +282,7 @@ async def test_requests_of_a_dead_process_are_recovered_once_and_in_parts(store_
 
 
 @pytest.mark.parametrize("outcome", [LOST, EDGE_DIED])
-async def test_a_true_row_replaces_one_of_a_request_that_seemed_lost(
-    store_url: str, outcome: str
-) -> None:
+async def test_a_true_row_replaces_one_that_seemed_lost(store_url: str, outcome: str) -> None:
     async with a_world(store_url) as world:
         first, second = world.ledger(), world.ledger()
         first.add(a_row("r1", outcome=outcome, completion_tokens=0))
@@ -361,12 +295,10 @@ async def test_a_true_row_replaces_one_of_a_request_that_seemed_lost(
         await first.close(LIMIT)
         rows = await world.all(usage)
         found = [(one["id"], one["process"], one["completion_tokens"]) for one in rows]
-        assert found == [("r1", "p2.0", 7), ("r2", "p1.0", 5)]
+        assert found == [("r1", "p2.0", 7), ("r2", "p1.0", 10)]
 
 
-async def test_an_open_request_is_its_new_processs_and_nobody_recovers_it_as_lost(
-    store_url: str,
-) -> None:
+async def test_an_open_request_is_its_new_processs_and_never_lost(store_url: str) -> None:
     async with a_world(store_url) as world:
         first, second, third = world.ledger(), world.ledger(), world.ledger()
         world.open = [an_open_request(id_, NOW + 90) for id_ in ("r1", "r2")]
@@ -470,32 +402,376 @@ async def test_a_job_and_its_rows_are_committed_together_or_not_at_all(store_url
         assert (len(await world.all(revisions)), ledger.written) == (1, 2)
 
 
-async def test_rows_of_jobs_and_of_requests_have_numbers_in_the_order_of_their_commits(
-    store_url: str,
+def a_watch(clock: Clock, host: str = "here") -> ProcessWatch:
+    return ProcessWatch(ProcessIdentity("me.0", host, 1, NOW), clock)
+
+
+def a_request(id_: str) -> OpenRequest:
+    return OpenRequest(
+        id_, NOW, "alice", "team", None, "demo", "normal", "cpu", "a", "/v1/chat/completions",
+        True, 1000, 0.5, 100, 7,
+    )  # fmt: skip
+
+
+def a_ledger(store: Store, own: ProcessIdentity, *open_: OpenRequest, clocks: Clocks) -> Ledger:
+    return Ledger(store, own, clocks.wall, clocks.clock, lambda *_: open_)
+
+
+def rows_of(connection: Connection, table: Any = usage) -> list[dict[str, Any]]:
+    return [dict(row._mapping) for row in connection.execute(select(table))]
+
+
+async def test_a_process_that_shows_itself_again_is_not_dead() -> None:
+    clock = Clock()
+    watch = a_watch(clock)
+    assert watch.dead([SeenProcess("me.0", "here", 1, 0.0), SeenProcess("a.0", "x", 1, 5.0)]) == []
+    clock.passes(DEAD_SECONDS - 1)
+    assert watch.dead([SeenProcess("a.0", "x", 1, 6.0)]) == []
+    clock.passes(DEAD_SECONDS - 1)
+    assert watch.dead([SeenProcess("a.0", "x", 1, 6.0)]) == []
+    clock.passes(1)
+    assert watch.dead([gone := SeenProcess("a.0", "x", 1, 6.0)]) == [gone]
+
+
+@each_case("hours", [-5000.0, -1.0, 1.0, 5000.0])
+def test_the_clock_of_another_host_makes_nobody_look_dead(hours: float) -> None:
+    """Nor one that is set back between two signs of life, nor a store that was away."""
+    clock = Clock()
+    watch = a_watch(clock)
+    for number in range(10):
+        seen_at = NOW + hours * 3600 + number * HEARTBEAT_SECONDS
+        assert watch.dead([SeenProcess("a.0", "there", 1, seen_at)]) == []
+        clock.passes(HEARTBEAT_SECONDS)
+    for seen_at in (NOW, NOW - 86400, NOW - 86395, NOW - 10 * 86400):
+        assert watch.dead([SeenProcess("a.0", "there", 1, seen_at)]) == []
+        clock.passes(DEAD_SECONDS - 1)
+    # For ten minutes nobody could read or write; then the other is the first to write.
+    clock.passes(600.0)
+    assert watch.dead([SeenProcess("a.0", "there", 1, 605.0)]) == []
+
+
+def test_a_process_of_this_host_is_dead_at_once_if_its_pid_is_free_or_anothers() -> None:
+    own = ProcessIdentity.of_this_process(NOW)
+    seen = SeenProcess(own.id, own.host, own.pid, NOW)
+    assert not is_gone(seen, own.host)
+    assert is_gone(seen._replace(id="0123.1"), own.host)
+    assert not is_gone(seen._replace(id="0123.0"), own.host), "it could not tell when it started"
+    assert is_gone(seen._replace(pid=2**22 + 1), own.host)
+    assert not is_gone(seen._replace(pid=2**22 + 1), "another host")
+
+
+def test_the_start_of_a_process_whose_name_looks_like_more_fields_is_read(tmp_path: Path) -> None:
+    odd = tmp_path / "a) S 1 (b c"
+    odd.symlink_to("/bin/sleep")
+    with subprocess.Popen([odd, "60"]) as process:
+        try:
+            ticks = start_ticks(process.pid)
+            mine = start_ticks(os.getpid())
+            assert mine is not None
+            assert ticks is not None
+            assert mine <= ticks <= mine + 86400 * os.sysconf("SC_CLK_TCK")
+        finally:
+            process.kill()
+    assert start_ticks(process.pid) is None
+
+
+async def test_a_process_that_lives_after_all_keeps_its_requests(store_url: str) -> None:
+    """It has shown itself between the look that found it dead and the one that would take them."""
+    own, clocks = ProcessIdentity("p.0", "there", 7, NOW), Clocks()
+    with opened(store_url) as store:
+        await a_ledger(store, own, a_request("r1"), clocks=clocks).start(LIMIT)
+        (seen,) = await store.run(seen_processes)
+        await store.run(lambda connection: register(connection, own, NOW + 1.0))
+        assert await store.run(lambda connection: take_open_requests(connection, seen)) == []
+        assert len(await store.run(lambda connection: rows_of(connection, open_requests))) == 1
+        (seen,) = await store.run(seen_processes)
+        taken = await store.run(lambda connection: take_open_requests(connection, seen))
+        assert [one["id"] for one in taken] == ["r1"]
+        assert await store.run(seen_processes) == []
+
+
+COLUMNS = len(ROW_COLUMNS)
+
+
+def rows_in(path: Path) -> list[str]:
+    return [row[0] for some in read_rows(path, COLUMNS, 2) for row in some]
+
+
+def test_rows_are_private_and_read_by_others_when_their_process_has_ended(tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    first, second = KeptRows(folder, "p1"), KeptRows(folder, "p2")
+    assert second.left() == []
+    first.keep([a_row("r1"), a_row("r2")])
+    first.keep([a_row("r3")])
+    assert (folder.stat().st_mode & 0o777, (folder / "p1.rows").stat().st_mode & 0o777) == (
+        0o700,
+        0o600,
+    )
+    assert second.left() == []
+    first.close()
+    assert [rows_in(path) for path in second.left()] == [["r1", "r2", "r3"]]
+
+
+def test_the_file_goes_when_the_store_has_all_and_its_rows_have_a_bound(tmp_path: Path) -> None:
+    kept = KeptRows(tmp_path, "p1", most_bytes=1000)
+    for id_ in ("r1", "r2"):
+        kept.keep([a_row(id_)])
+        assert rows_in(tmp_path / "p1.rows") == [id_]
+        kept.clear()
+        assert list(tmp_path.iterdir()) == []
+        assert kept.is_empty
+    kept.keep([a_row("r1")])
+    with pytest.raises(OSError, match="rows already"):
+        kept.keep([a_row(f"r{number}") for number in range(2, 8)])
+    kept.close()
+    assert rows_in(tmp_path / "p1.rows") == ["r1"]
+
+
+def test_what_a_full_disk_left_of_rows_is_cut_off(tmp_path: Path) -> None:
+    program = f"""
+import resource, signal
+from pathlib import Path
+from gateway.callers.ledger import KeptRows
+from tests.callers.test_ledger import a_row
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+kept = KeptRows(Path({str(tmp_path)!r}), "p1")
+kept.keep([a_row("r1")])
+try:
+    kept.keep([a_row(f"r{{number}}") for number in range(2, 8)])
+except OSError:
+    kept.keep([a_row("r8")])
+    print("refused")
+"""
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    assert done.stdout == b"refused\n"
+    assert rows_in(tmp_path / "p1.rows") == ["r1", "r8"]
+
+
+def test_lines_that_are_no_rows_are_skipped(tmp_path: Path) -> None:
+    kept = KeptRows(tmp_path, "p1")
+    kept.keep([a_row("r1")])
+    kept.close()
+    path = tmp_path / "p1.rows"
+    # A row whose first line is damaged does not give its second one to the row before.
+    first, second = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + second + b"[" + first + second + b'\xff\n{"a": 1}\n["r2"]\n["r3", "p1')
+    assert rows_in(path) == ["r1"]
+
+
+@contextlib.asynccontextmanager
+async def keeping_rows(ledger: Ledger) -> AsyncIterator[None]:
+    tasks = [asyncio.create_task(ledger.worker.run()), asyncio.create_task(ledger.keep_rows())]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def ids_of(world: World) -> list[str]:
+    return [row["id"] for row in await world.all(usage)]
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path}/gateway.db"
+
+
+async def test_rows_of_a_process_that_was_killed_without_a_store_are_booked_by_the_next_one(
+    url: str, tmp_path: Path
 ) -> None:
-    async with a_world(store_url) as world:
-        store = FlakyStore(world.store)
-        ledger = world.ledger(store)
-        last, seen = 0, 0
-        with running(ledger):
-            for number in range(30):
-                ledger.add(a_row(f"r{number:02}"))
-                if number % 7 == 3:
-                    store.failures = ["after"]
-                rows = [a_row(f"w{number:02}")]
+    folder = tmp_path / "rows"
+    async with a_world(url) as world:
+        killed = world.ledger(FlakyStore(world.store, is_away=True), kept=KeptRows(folder, "p1.0"))
+        async with keeping_rows(killed):
+            for number in range(3):
+                killed.add(a_row(f"r{number}"))
+            # They are written by one write, behind the file's creation.
+            await until(lambda: [*folder.glob("*.rows")] and rows_in(folder / "p1.0.rows"))
+        assert killed.kept is not None
+        killed.kept.close()
+        following = world.ledger(kept=KeptRows(folder, "p2.0"))
+        await following.start(10.0)
+        assert await ids_of(world) == ["r0", "r1", "r2"]
+        assert following.recovered == 3
+        assert list(folder.iterdir()) == []
 
-                def job(_: Connection, rows: list[UsageRow] = rows) -> list[UsageRow]:
-                    return rows
 
-                try:
-                    await ledger.write_with(job)
-                except StoreUnavailable:
-                    await ledger.write_with(job)
-                world.clock.passes(60.0)
-                # As another process follows them: only what lies behind the last number.
-                new = [row["sequence"] for row in await world.all(usage) if row["sequence"] > last]
-                seen += len(new)
-                last = max([last, *new])
-            await until(lambda: ledger.pending == 0, LIMIT)
-        new = [row["sequence"] for row in await world.all(usage) if row["sequence"] > last]
-        assert seen + len(new) == len(await world.all(usage)) == 60
+async def test_rows_are_booked_once_when_the_store_is_back_and_those_that_memory_had_no_room_for(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.callers.ledger.MOST_ROWS_AT_ONCE", 2)
+    folder = tmp_path / "rows"
+    async with a_world(url) as world:
+        store = FlakyStore(world.store, is_away=True)
+        ledger = world.ledger(store, kept=KeptRows(folder, "p1.0"), most_pending=8, flush_rows=99)
+        async with keeping_rows(ledger):
+            for batch in range(4):
+                for number in range(4):
+                    ledger.add(a_row(f"r{batch}{number}"))
+                await until(lambda: ledger.pending == ledger._on_disk)
+            assert ledger.dropped == 0
+            world.clock.now += 100
+            store.is_away = False
+            await until(lambda: not any(folder.iterdir()) and not ledger.pending)
+        assert await ids_of(world) == [
+            f"r{batch}{number}" for batch in range(4) for number in range(4)
+        ]
+
+
+ALICE = Caller("k1", "alice", Priority.NORMAL, group="team", trust_user_headers=True)
+
+
+class MeteredWorld:
+    """A meter, whose clock stands still."""
+
+    def __init__(self) -> None:
+        self.clock = Clock(NOW)
+        self.rows: list[UsageRow] = []
+        self.tokens: dict[str, tuple[int, int]] = {}
+        self._timers: list[Any] = []
+        self.bus = EventBus(lambda _, work: self._timers.append(work))
+        self.book = LimitBook(Settings(), clock=self.clock, wall_clock=self.clock)
+        self.meter = Meter(
+            self.book,
+            self.bus,
+            process="p1",
+            add_row=self.rows.append,
+            tokens_so_far=lambda id_: self.tokens.get(id_, (0, 0)),
+            slot_seconds_so_far=lambda id_: 2.0 if id_ == "old" else 0.0,
+            cost_of_use=lambda node, _, completion, seconds: completion + seconds if node else 0.0,
+            wall_clock=self.clock,
+        )
+
+    def admit(self, id_: str, record: RequestRecord, **request: Any) -> Any:
+        accounts = self.book.accounts(ALICE, "bob")
+        return self.meter.admit(accounts, a_lease_request(id_, **request), record)
+
+    def row(self) -> dict[str, Any]:
+        self.bus.flush()
+        (row,) = self.rows
+        return dict(zip(ROW_COLUMNS, row, strict=True))
+
+    @property
+    def open(self) -> list[str]:
+        """The ids of open requests that are older than a second."""
+        return [one.id for one in self.meter.open_requests(self.clock.now - 1.0, {})]
+
+
+def a_record(**keys: Any) -> RequestRecord:
+    return RequestRecord("x", "/v1/chat/completions", "demo", Priority.PREMIUM, "k1", **keys)
+
+
+def test_a_request_that_ends_is_a_row() -> None:
+    world = MeteredWorld()
+    record = a_record()
+    metered = world.admit("req_7", record)
+    world.clock.passes(2.5)
+    record.describe(stream=True, model="demo")
+    record.waited(0.25)
+    record.attempt_began("a", "gpu", None)
+    record.first_content_sent(0.75)
+    record.resumed()
+    world.meter.ended(metered, record)
+    # What it used is known a little later, here that of two attempts.
+    record.count_tokens(100, 40, 20)
+    record.charge(AttemptCharge(0.25, 1.0, prefill_seconds=0.25, decode_seconds=0.5))
+    record.charge(AttemptCharge(0.5, 1.4, prefill_seconds=0.25, decode_seconds=1.0))
+    assert world.row() == {
+        "id": "req_7", "process": "p1", "started_at": NOW, "ended_at": NOW + 2.5, "key": "k1",
+        "group_name": "team", "user": "bob", "model": "demo", "class": "premium", "tier": "gpu",
+        "node": "a", "path": "/v1/chat/completions", "stream": True, "prompt_tokens": 100,
+        "cached_tokens": 40, "completion_tokens": 20, "slot_seconds": 2.4, "cost": 0.75,
+        "gpu_cost": None, "attempts": 1, "status": 200, "outcome": "ok", "wait_seconds": 0.25,
+        "ttft_seconds": 0.75, "prefill_seconds": 0.5, "decode_seconds": 1.5, "resumptions": 1,
+        "client_request_id": "x",
+    }  # fmt: skip
+
+
+def test_a_request_that_fails_is_a_row_and_one_that_a_limit_refuses_is_none() -> None:
+    world = MeteredWorld()
+    limited = Caller("k2", "bob", Priority.NORMAL, limits=LimitSpec(concurrency=1))
+    accounts, record = world.book.accounts(limited), a_record(prompt_tokens=30, cached_tokens=10)
+    metered = world.meter.admit(accounts, a_lease_request("x", slots=0), record)
+    with pytest.raises(GatewayError, match="concurrency"):
+        world.meter.admit(accounts, a_lease_request("req_2"), a_record())
+    record.fail(503, "queue_timeout")
+    world.meter.ended(metered, record)
+    row = world.row()
+    assert (row["id"], row["status"], row["outcome"]) == ("x", 503, "queue_timeout")
+    assert (row["tier"], row["node"], row["attempts"]) == (None, None, 0)
+    assert (row["prompt_tokens"], row["cached_tokens"]) == (0, 0), "it had no slot"
+    for name in ("ttft_seconds", "prefill_seconds", "decode_seconds", "client_request_id"):
+        assert row[name] is None, name
+
+
+def test_the_row_of_a_stored_request_is_handed_over_and_no_journal_has_it() -> None:
+    world, handed_over = MeteredWorld(), list[UsageRow]()
+    record = a_record(prompt_tokens=30, completion_tokens=10)
+    accounts = world.book.accounts(ALICE)
+    metered = world.meter.admit_stored(accounts, a_lease_request("row_1"))
+    world.clock.passes(5.0)
+    assert world.open == []
+    world.meter.ended_stored(metered, record, handed_over.append)
+    world.bus.flush()
+    assert world.rows == []
+    (row,) = handed_over
+    told = dict(zip(ROW_COLUMNS, row, strict=True))
+    assert (told["id"], told["process"], told["prompt_tokens"]) == ("row_1", "p1", 30)
+    assert (told["completion_tokens"], told["outcome"]) == (10, "ok")
+
+
+def test_a_stored_request_without_a_result_costs_nothing() -> None:
+    world = MeteredWorld()
+    limits = LimitSpec(concurrency=1, tokens_per_day=3000)
+    accounts = world.book.accounts(Caller("k2", "bob", Priority.NORMAL, limits=limits))
+    for _ in range(10):
+        metered = world.meter.admit_stored(accounts, a_lease_request("row_1"))
+        with pytest.raises(GatewayError, match="concurrency"):
+            world.meter.admit_stored(accounts, a_lease_request("row_2"))
+        world.meter.dropped(metered)
+        world.bus.flush()
+    (account,) = accounts.tracked
+    assert (account.open, account.running, account.reserved_tokens) == (0, 0, 0)
+    assert world.rows == []
+
+
+def test_a_row_waits_for_the_tokens_of_all_sub_requests() -> None:
+    world = MeteredWorld()
+    record, part = a_record(), a_record(prompt_tokens=5, completion_tokens=7, slot_seconds=1.0)
+    metered = world.admit("req_1", record)
+    record.sub_request_began()
+    record.sub_request_began()
+    world.meter.ended(metered, record)
+    world.bus.flush()
+    record.sub_request_ended(part)
+    assert world.rows == []
+    assert world.open == []
+    record.sub_request_ended(part)
+    row = world.row()
+    assert (row["prompt_tokens"], row["completion_tokens"], row["slot_seconds"]) == (10, 14, 2.0)
+
+
+def test_requests_are_open_from_their_admission_to_their_row() -> None:
+    world = MeteredWorld()
+    record = a_record()
+    old = world.admit("old", record)
+    world.clock.passes(1.0)
+    world.admit("new", a_record())
+    assert world.open == ["old"]
+    world.tokens["old"] = 12, 34
+    (one,) = world.meter.open_requests(NOW, {})
+    assert (one.started_at, one.key, one.group, one.user) == (NOW, "k1", "team", "bob")
+    assert (one.prompt_tokens, one.completion_tokens, one.class_) == (12, 34, "premium")
+    assert (one.slot_seconds, one.cost) == (2.0, 0.0)
+    record.attempt_began("a", "gpu", None)
+    (one,) = world.meter.open_requests(NOW, {})
+    assert one.cost == 36.0
+    world.meter.ended(old, record)
+    world.clock.passes(1.0)
+    # Until its tokens are counted.
+    assert world.open == ["old", "new"]
+    world.bus.flush()
+    assert world.open == ["new"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,10 +13,13 @@ import pytest
 from sqlalchemy import Connection
 
 from gateway.callers import limit_sync
+from gateway.callers.keys import KeyRing, new_key
 from gateway.callers.ledger import RECOVERY_SECONDS
-from gateway.callers.limit_sync import FORGET_SECONDS, LimitSync
-from gateway.callers.limits import Account, LimitBook
+from gateway.callers.limit_sync import LimitSync
+from gateway.callers.limits import LimitBook, UsedQuota
 from gateway.callers.processes import DEAD_SECONDS
+from gateway.callers.standings import MOST_USERS_SHOWN, QuotaWatch, Standings
+from gateway.callers.stored_keys import KeySync
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.store.database import locate_store
@@ -26,13 +29,13 @@ from gateway.terms import Caller
 from tests.callers.build import (
     NOW,
     Clocks,
-    Counted,
     FlakyStore,
     LimitedProcess,
     a_caller,
     a_lease_request,
     counted,
     read_rows,
+    used,
 )
 from tests.callers.ledger_rows import DAY, a_row, add_rows
 from tests.virtual import in_virtual_time, now
@@ -99,26 +102,13 @@ def refusal(process: LimitedProcess, caller: Caller, most: int = 1, user: str | 
     return ""
 
 
-def used(account: Account, clocks: Clocks) -> Counted:
-    now = clocks.clock()
-    return Counted(
-        int(account.requests.value(now)),
-        int(account.tokens.value(now)),
-        int(sum(account.tokens_by_day.values())),
-        sum(account.cost_by_month.values()),
-    )
-
-
-# Open requests of others.
-
-
 @pytest.mark.parametrize(
     ("limits", "said"),
     [
         ({"concurrency": 2}, "2 requests at one time"),
         ({"rpm": 2}, "2 requests a minute"),
-        ({"tpm": 200}, "200 tokens a minute (tpm), of which 0 are used, 200 reserved"),
         ({"tokens_per_day": 200}, "200 tokens a day (tokens_per_day), of which 0 are used, 200"),
+        ({"tpm": 200}, "200 tokens a minute (tpm), of which 0 are used, 200 reserved"),
     ],
 )
 async def test_a_long_request_of_another_process_counts_while_it_runs_and_once_at_its_end(
@@ -148,27 +138,6 @@ async def test_a_long_request_of_another_process_counts_while_it_runs_and_once_a
         rows = await world.rows()
         assert used(account, world.clocks) == counted(rows, "key:alice", world.clocks.wall())
         assert used(account, world.clocks) == used(one.account("key:alice"), world.clocks)
-
-
-async def test_a_request_that_runs_for_long_counts_in_its_own_minute_alone(
-    store_url: str, tmp_path: Path
-) -> None:
-    alice = a_caller(limits={"rpm": 2, "tpm": 1000})
-    async with a_world(store_url, tmp_path) as world:
-        one, other = await world.started(alice), await world.started(alice)
-        one.admit(alice, a_lease_request(0, 100))
-        for _ in range(int(2 * FORGET_SECONDS / 5)):
-            world.clocks.advance(5.0)
-            await one.step()
-            await other.step()
-        account = other.account("key:alice")
-        assert account.requests.value(world.clocks.clock()) == 0
-        assert (account.others.running, account.others.tokens) == (1, 100)
-        one.end(0, 40)
-        await one.step()
-        await other.step()
-        assert account.requests.value(world.clocks.clock()) == 0
-        assert account.tokens.value(world.clocks.clock()) == 40
 
 
 async def test_rows_behind_a_recovery_that_nobody_could_confirm_are_counted_by_others(
@@ -201,12 +170,7 @@ async def test_rows_behind_a_recovery_that_nobody_could_confirm_are_counted_by_o
             assert used(process.account("key:alice"), world.clocks) == found, process.name
 
 
-# The start.
-
-
-async def test_a_start_beside_a_process_that_writes_counts_each_row_once(
-    store_url: str, tmp_path: Path
-) -> None:
+async def test_a_start_beside_a_writer_counts_each_row_once(store_url: str, tmp_path: Path) -> None:
     alice = a_caller(limits={"rpm": 100_000, "tpm": 10_000_000, "budget": "100000/month"})
     async with a_world(store_url, tmp_path) as world:
         writer = await world.started(alice)
@@ -232,7 +196,7 @@ async def test_a_start_beside_a_process_that_writes_counts_each_row_once(
             assert used(process.account("key:alice"), world.clocks) == found, process.name
 
 
-async def test_a_start_without_the_store_admits_and_counts_all_when_it_comes(
+async def test_a_start_without_the_store_counts_all_when_it_comes(
     store_url: str, tmp_path: Path
 ) -> None:
     alice = a_caller(limits={"tokens_per_day": 1000, "rpm": 50})
@@ -257,33 +221,6 @@ async def test_a_start_without_the_store_admits_and_counts_all_when_it_comes(
         assert (found.day_tokens, found.requests) == (980, 10)
         assert used(late.account("key:alice"), world.clocks) == found
         assert "1000 tokens a day" in refusal(late, alice, 21)
-
-
-async def test_while_the_store_is_away_each_counts_its_own_use_and_afterwards_that_of_all(
-    store_url: str, tmp_path: Path
-) -> None:
-    alice = a_caller(limits={"tokens_per_day": 1000})
-    async with a_world(store_url, tmp_path) as world:
-        both = [await world.started(alice) for _ in range(2)]
-        for process in both:
-            with without_its_store(process):
-                for _ in range(10):
-                    assert refusal(process, alice, 100) == ""
-                    process.end(0, 60)
-                    process.bus.flush()
-                assert "of which 600 are used" in refusal(process, alice, 401)
-        for _ in range(2):
-            world.clocks.advance(20.0)  # they have waited before they try again
-            for process in both:
-                await process.step()
-        found = counted(await world.rows(), "key:alice", world.clocks.wall())
-        assert found.day_tokens == 1200
-        for process in both:
-            assert used(process.account("key:alice"), world.clocks) == found
-            assert "of which 1200 are used" in refusal(process, alice)
-
-
-# Clocks that are set.
 
 
 def rows_of(day: float, cost: float = 2.0) -> list[dict[str, Any]]:
@@ -322,54 +259,11 @@ async def test_a_clock_that_was_wrong_at_the_start_frees_nothing_when_it_is_set(
         assert "a budget of 4 a month" in refusal(process, team)
 
 
-async def test_midnight_reads_no_sums_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    alice = a_caller(limits={"tokens_per_day": 100})
-    async with a_world(f"sqlite:///{tmp_path}/gateway.db", tmp_path) as world:
-        world.clocks.set_wall((NOW // DAY + 1) * DAY - 2.0)
-        process = await world.started(alice)
-        raised: list[object] = []
-        monkeypatch.setattr(Account, "raise_sums", lambda *found: raised.append(found))
-        process.admit(alice, a_lease_request(0, 100))
-        process.end(0, 100)
-        assert "100 tokens a day" in refusal(process, alice)
-        for _ in range(8):
-            world.clocks.advance(0.5)
-            await process.step()
-        assert refusal(process, alice, 100) == ""
-        assert raised == []
-
-
-async def test_a_request_that_was_admitted_before_the_clock_was_set_back_is_seen_by_others(
-    tmp_path: Path,
-) -> None:
-    """And so are those after it: a killed process loses none of them."""
-    alice = a_caller(limits={"concurrency": 2, "rpm": 100})
-    async with a_world(f"sqlite:///{tmp_path}/gateway.db", tmp_path) as world:
-        one, other = await world.started(alice), await world.started(alice)
-        one.admit(alice, a_lease_request(0, 10))
-        world.clocks.set_wall(NOW - 2 * DAY)
-        one.admit(alice, a_lease_request(0, 10))
-        world.clocks.advance(0.5)
-        account = other.account("key:alice")
-        for running in (2, 0):
-            await one.step()
-            await other.step()
-            assert account.others.running == running
-            assert ("2 requests at one time" in refusal(other, alice)) == bool(running)
-            while one.open:
-                one.end(0, 5)
-        assert account.tokens.value(world.clocks.clock()) == 10
-
-
 @in_virtual_time
-async def test_the_store_is_read_again_only_when_it_may_have_something_new(
-    connection: Connection,
-) -> None:
+async def test_the_store_is_read_again_only_when_it_has_changed(connection: Connection) -> None:
     """And at each poll while it is away."""
     store: Any = FlakyStore(connection)
-    recovered = 0
+    recovered, poll = 0, limit_sync.POLL_SECONDS
 
     async def reads(seconds: float) -> int:
         before = len(store.asked)
@@ -380,17 +274,145 @@ async def test_the_store_is_read_again_only_when_it_may_have_something_new(
     sync = LimitSync(LimitBook(Settings()), store, "own", recovered=lambda: recovered, **clocks)
     await sync.start()
     work = asyncio.create_task(sync.worker.run())
-    quiet = limit_sync.LONGEST_UNREAD - 2 * limit_sync.POLL_SECONDS
-    assert await reads(quiet) == 0
+    assert await reads(limit_sync.LONGEST_UNREAD - 2 * poll) == 0
     recovered = 1
-    assert await reads(2 * limit_sync.POLL_SECONDS) == 1
+    assert await reads(2 * poll) == 1
     store.more_changes += 1
-    assert await reads(2 * limit_sync.POLL_SECONDS) == 1
-    assert await reads(quiet - limit_sync.POLL_SECONDS) == 0
+    assert await reads(2 * poll) == 1
+    assert await reads(limit_sync.LONGEST_UNREAD - 3 * poll) == 0
     assert await reads(limit_sync.LONGEST_UNREAD) == 1
     store.is_away, store.more_changes = True, 2
     assert await reads(60.0) > 100
     work.cancel()
     await asyncio.wait([work])
-    pauses = [after - before for before, after in itertools.pairwise(store.asked[-100:])]
-    assert max(pauses) == pytest.approx(limit_sync.POLL_SECONDS)
+
+
+KEY = {"id": "alice", "sha256": new_key("alice").sha256, "name": "Alice", "group": "team"}
+LIMITED = {**KEY, "limits": {"budget": "20/month", "tokens_per_day": 1000, "rpm": 5}}
+
+
+class Watched:
+    """A watch over the limits of some keys, and what it has told."""
+
+    def __init__(self, **settings: object) -> None:
+        self.clocks = Clocks()
+        self.configure(**settings)
+        self.told: list[UsedQuota] = []
+        self.away = False
+        self.watch = QuotaWatch(self.book, self.ring, self.tell)
+
+    def configure(self, **settings: object) -> None:
+        chosen = Settings.model_validate(settings)
+        self.ring = KeyRing(chosen.keys)
+        self.book = LimitBook(chosen, clock=self.clocks.clock, wall_clock=self.clocks.wall)
+
+    async def tell(self, used: Sequence[UsedQuota]) -> None:
+        if self.away:
+            raise StoreUnavailable("it is away", "")
+        self.told += used
+
+    def caller(self, name: str = "alice") -> Caller:
+        caller = self.ring.caller(name)
+        assert caller is not None
+        return caller
+
+    def use(self, cost: float, tokens: int = 0) -> None:
+        accounts, now = self.book.accounts(self.caller()), self.clocks.wall()
+        self.book.reserve(accounts, a_lease_request(), now).settle(tokens, cost, now)
+
+    def ask(self, tokens: int) -> None:
+        """Have a request refused that may take so many tokens."""
+        accounts = self.book.accounts(self.caller())
+        with pytest.raises(GatewayError, match="quota"):
+            self.book.reserve(accounts, a_lease_request(0, tokens), self.clocks.wall())
+
+    async def look(self) -> list[tuple[str, str, bool]]:
+        """What was told in this look: whose, which limit, and whether it is spent."""
+        before = len(self.told)
+        await self.watch.look()
+        return [(one.id, one.standing.limit, one.spent) for one in self.told[before:]]
+
+
+async def test_a_quota_is_told_once_when_it_is_nearly_used_up_and_once_when_it_is_spent() -> None:
+    watched = Watched(keys=[LIMITED])
+    watched.use(15.9)
+    assert await watched.look() == []
+    watched.use(0.1)
+    assert await watched.look() == [("alice", "budget", False)]
+    assert await watched.look() == []
+    assert [one.share for one in watched.watch.used] == [pytest.approx(0.8)]
+    watched.use(4.0)
+    assert await watched.look() == [("alice", "budget", True)]
+    watched.clocks.advance(40 * DAY)
+    assert await watched.look() == []
+    assert watched.watch.used == []
+    watched.use(17.0)
+    assert await watched.look() == [("alice", "budget", False)]
+    assert len({one.name for one in watched.told}) == 2
+    # Another amount is another quota; those of groups and of all callers are told, too.
+    watched.configure(
+        keys=[{**LIMITED, "limits": {"budget": "18/month"}}],
+        groups={"team": {"limits": {"budget": "1/day"}}},
+        limits={"total": {"budget": "1/day"}},
+    )
+    watched.watch = QuotaWatch(watched.book, watched.ring, watched.tell)
+    watched.use(17.0)
+    assert sorted(await watched.look()) == [
+        ("", "budget", True), ("alice", "budget", False), ("team", "budget", True),
+    ]  # fmt: skip
+
+
+async def test_a_quota_of_which_a_request_found_too_little_is_spent_unless_most_is_left() -> None:
+    watched = Watched(keys=[LIMITED])
+    watched.use(0.0, tokens=850)
+    assert await watched.look() == [("alice", "tokens_per_day", False)]
+    watched.ask(200)
+    assert await watched.look() == [("alice", "tokens_per_day", True)]
+    other = Watched(keys=[LIMITED])
+    other.use(0.0, tokens=500)
+    other.ask(600)
+    assert await other.look() == []
+
+
+async def test_what_the_store_did_not_take_is_told_again() -> None:
+    watched = Watched(keys=[LIMITED])
+    watched.use(18.0)
+    watched.away = True
+    assert await watched.look() == []
+    assert len(watched.watch.used) == 1
+    watched.away = False
+    assert await watched.look() == [("alice", "budget", False)]
+
+
+def shown(standing: list[dict[str, object]]) -> set[tuple[object, ...]]:
+    return {(one["of"], one["limit"], one["used"], one["remaining"]) for one in standing}
+
+
+async def test_a_key_is_shown_with_its_limits_its_groups_and_its_users(store: Store) -> None:
+    clocks = Clocks()
+    spec = {**LIMITED, "trust_user_headers": True, "user_limits": {"tokens_per_day": 9}}
+    settings = Settings.model_validate(
+        {"keys": [spec], "groups": {"team": {"limits": {"tokens_per_day": 5000}}}}
+    )
+    ended, last = clocks.wall() - 100.0, MOST_USERS_SHOWN + 9
+    rows = [
+        a_row(number, ended_at=ended, key="alice", group_name="team", user=f"user-{number}",
+              prompt_tokens=number, completion_tokens=0, cost=0.25)
+        for number in range(last + 1)
+    ]  # fmt: skip
+    store.run_now(lambda connection: add_rows(connection, rows))
+    book = LimitBook(settings, clock=clocks.clock, wall_clock=clocks.wall)
+    key_sync = KeySync(store, KeyRing(settings.keys), None)
+    sync = LimitSync(book, store, "own", now=clocks.wall, clock=clocks.clock)
+    found = await Standings(key_sync, book, sync).of_keys(["alice", "gone"], with_users=True)
+    assert found.keys() == {"alice"}
+    used = sum(range(last + 1))
+    assert shown(found["alice"]["standing"]) == {
+        ("key", "budget", 15.0, 5.0),
+        ("key", "tokens_per_day", used, 0),
+        ("key", "rpm", 0, 5),
+        ("group", "tokens_per_day", used, 5000 - used),
+    }
+    users = found["alice"]["users"]
+    assert (len(users), users[0]["user"]) == (MOST_USERS_SHOWN, f"user-{last}")
+    assert shown(users[0]["standing"]) == {("user", "tokens_per_day", last, 0)}

@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from gateway.callers.limits import Account
 from gateway.callers.reports import roll_up
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
@@ -23,13 +22,13 @@ from gateway.terms import Caller
 from tests.callers.build import (
     NOW,
     Clocks,
-    Counted,
     LimitedProcess,
     a_caller,
     a_lease_request,
     all_accounts,
     counted,
     read_rows,
+    used,
 )
 from tests.callers.ledger_rows import DAY, a_row, add_rows
 from tests.store.stores import opened
@@ -207,7 +206,7 @@ class SharedLimits(RuleBasedStateMachine):
         wall = self.clocks.wall()
         for process in self.processes:
             for account in all_accounts(process.book):
-                assert self.figures(account) == counted(rows, account.subject, wall), (
+                assert used(account, self.clocks) == counted(rows, account.subject, wall), (
                     process.name,
                     account.subject,
                 )
@@ -216,15 +215,6 @@ class SharedLimits(RuleBasedStateMachine):
                 assert account.others.running == 0
             for caller, user in WHO:
                 self.check_headers(process, caller, user, rows)
-
-    def figures(self, account: Account) -> Counted:
-        now = self.clocks.clock()
-        return Counted(
-            int(account.requests.value(now)),
-            int(account.tokens.value(now)),
-            int(sum(account.tokens_by_day.values())),
-            sum(account.cost_by_month.values()),
-        )
 
     def check_headers(
         self, process: LimitedProcess, caller: Caller, user: str | None, rows: list[dict[str, Any]]

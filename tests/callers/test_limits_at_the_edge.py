@@ -14,7 +14,7 @@ import pytest
 
 from gateway.callers.keys import new_key
 from gateway.callers.limits import Account
-from tests.callers.build import all_accounts, counted, read_rows
+from tests.callers.build import all_accounts, read_rows
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 
@@ -72,27 +72,6 @@ async def settle(running: Running) -> list[dict[str, Any]]:
     return await gateway.store.run(read_rows)
 
 
-async def check_one_sum(running: Running) -> int:
-    """Counters and headers are what the ledger says; returns the tokens of all requests."""
-    rows = await settle(running)
-    book = running.gateway.metering.limit_book
-    (account,) = all_accounts(book)
-    now, wall = running.gateway.clock(), max(row["ended_at"] for row in rows)
-    sums = counted(rows, account.subject, wall)
-    assert account.requests.value(now) == sums.requests == len(rows)
-    assert account.tokens.value(now) == sums.tokens
-    assert sum(account.tokens_by_day.values()) == sums.day_tokens
-    assert (account.running, account.open, account.reserved_tokens) == (0, 0, 0)
-    assert sum(account.cost_by_month.values()) == pytest.approx(sums.month_cost)
-    caller = next(iter(running.gateway.key_ring.callers()))
-    requests, tokens = book.rate_limits(book.accounts(caller, USER))
-    if requests is not None:
-        assert requests.remaining == max(0, requests.limit - sums.requests)
-    if tokens is not None:
-        assert tokens.remaining == max(0, tokens.limit - sums.tokens)
-    return sums.tokens
-
-
 def codes(responses: list[httpx.Response]) -> Counter[str]:
     return Counter(
         "ok" if one.status_code == 200 else one.headers["x-gateway-reason"] for one in responses
@@ -112,14 +91,11 @@ async def test_as_many_run_at_one_time_as_may(owner: str, tmp_path: Path) -> Non
         await until(lambda: node.faults.hanging == 5)
         node.faults.clear()
         node.faults.release()
-        found = codes(await asyncio.gather(*sent))
-        assert found == {"ok": 5, "rate_limit_exceeded": 45}
+        assert codes(await asyncio.gather(*sent)) == {"ok": 5, "rate_limit_exceeded": 45}
         # A place is free as soon as a response has ended.
         for _ in range(10):
             assert (await chat(running, 1)).status_code == 200
-        await check_one_sum(running)
         assert len(await settle(running)) == 15
-        await check_one_sum(running)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +111,6 @@ async def test_requests_that_use_less_than_they_reserve_never_exceed_it(
     limits: dict[str, Any], reason: str, owner: str, tmp_path: Path
 ) -> None:
     """Of a key, a group, an end user and all callers; what was not used is there for the next."""
-    (limit,) = limits
     async with EmulatedNode(slots=8, answer_tokens=10) as node:
         priced = {"name": "n", "url": node.url, "cost_per_million_tokens": PRICE}
         async with running_gateway(tmp_path, [priced], settings_of(owner, limits)) as running:
@@ -144,25 +119,23 @@ async def test_requests_that_use_less_than_they_reserve_never_exceed_it(
             while (more := codes(responses := await fifty(running, 40)))["ok"]:
                 found += more
                 await settle(running)
-            assert set(found + more) <= {"ok", reason}
-            refused = responses[0]
-            assert int(refused.headers["retry-after"]) >= 1
-            if reason == "insufficient_quota":
-                assert refused.headers["x-should-retry"] == "false"
-                assert refused.json()["error"]["type"] == reason
-            assert more[reason] == CALLERS
             rows = await settle(running)
-            assert len(rows) == found["ok"]
-            tokens = await check_one_sum(running)
-            paid = math.fsum(row["cost"] for row in rows)
-            if limit == "rpm":
-                assert len(rows) == 20
-            elif limit == "budget":
-                dearest = max(row["cost"] for row in rows)
-                assert 1.5 - 5 * dearest < paid <= 1.5
-            else:
-                # Nobody asks for more than 40 tokens of answer, and 10 of prompt.
-                assert 500 - 50 < tokens <= 500
+    assert set(found + more) <= {"ok", reason}
+    assert more[reason] == CALLERS
+    assert int(responses[0].headers["retry-after"]) >= 1
+    if reason == "insufficient_quota":
+        assert responses[0].headers["x-should-retry"] == "false"
+        assert responses[0].json()["error"]["type"] == reason
+    assert len(rows) == found["ok"]
+    tokens = sum(row["prompt_tokens"] + row["completion_tokens"] for row in rows)
+    paid = math.fsum(row["cost"] for row in rows)
+    if "rpm" in limits:
+        assert len(rows) == 20
+    elif "budget" in limits:
+        assert 1.5 - 5 * max(row["cost"] for row in rows) < paid <= 1.5
+    else:
+        # Nobody asks for more than 40 tokens of answer, and 10 of prompt.
+        assert 500 - 50 < tokens <= 500
 
 
 async def test_a_request_beyond_the_whole_limit_is_told_so(tmp_path: Path) -> None:
@@ -187,9 +160,7 @@ async def test_a_request_beyond_the_whole_limit_is_told_so(tmp_path: Path) -> No
         assert "could never be admitted" in response.json()["error"]["message"]
 
 
-async def test_what_one_gateway_admits_is_gone_for_another_on_its_store(
-    tmp_path: Path, store_url: str
-) -> None:
+async def test_what_one_gateway_admits_is_gone_for_another(tmp_path: Path, store_url: str) -> None:
     """What it has used, and what runs there."""
     chosen = {"store": {"url": store_url}, **settings(rpm=4, concurrency=2)}
     async with contextlib.AsyncExitStack() as stack:
@@ -215,31 +186,3 @@ async def test_what_one_gateway_admits_is_gone_for_another_on_its_store(
         assert codes([await chat(other, 4) for _ in range(3)])["ok"] == 2
         rows = await settle(other)
         assert len({row["process"] for row in rows}) == 2
-
-
-@pytest.mark.parametrize(
-    "bound",
-    [
-        {"n_predict": 16_400},
-        {"max_completion_tokens": 16_400},
-        {"max_output_tokens": 16_400},
-        {"n_predict": -1},
-        {"most": None, "n_predict": -7},
-        {"most": None},
-        {"max_completion_tokens": 300, "n": 4},
-    ],
-    ids=str,
-)
-async def test_no_name_of_a_bound_gets_more_than_a_limit_allows(
-    tmp_path: Path, bound: dict[str, Any]
-) -> None:
-    limit = 1000
-    async with (
-        EmulatedNode(slots=4, context=32_768, answer_tokens=30_000) as node,
-        running_gateway(tmp_path, [node.url], settings(tokens_per_day=limit)) as running,
-    ):
-        answer = await chat(running, **{"most": 5, **bound})
-        rows = await settle(running)
-    used = sum(row["prompt_tokens"] + row["completion_tokens"] for row in rows)
-    assert used <= limit + 16
-    assert answer.status_code == (200 if used else 400), answer.text

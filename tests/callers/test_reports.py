@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
+import itertools
 import math
 import random
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import pytest
-from sqlalchemy import Connection, create_engine, insert, update
+from hypothesis import given
+from hypothesis import strategies as st
+from sqlalchemy import Connection, create_engine, insert, select, update
 
 from gateway.callers import reports
-from gateway.callers.keys import hash_key
 from gateway.callers.limits import LimitBook
+from gateway.callers.money import (
+    INTERVAL,
+    AliveNode,
+    Amount,
+    NodeHours,
+    NodeHoursRecorder,
+    NodeUptime,
+    count_claims,
+    effective_hourly_cost,
+    idle_cost,
+    per_million_tokens,
+    per_request,
+    running_hourly_cost,
+)
 from gateway.callers.reports import (
+    DIMENSIONS,
     MOST_KEPT,
     MOST_RESTARTS,
     NO_STORE,
     PERCENTILES,
-    ROLLED_UP,
     ArrivalsReader,
     CallerUsage,
     InvalidQuery,
@@ -30,6 +47,7 @@ from gateway.callers.reports import (
     Reporter,
     ReportInterrupted,
     ReportQuery,
+    Retention,
     Sums,
     parse_query,
     parse_time,
@@ -37,15 +55,19 @@ from gateway.callers.reports import (
 )
 from gateway.callers.windows import time_text
 from gateway.config.settings import Settings
+from gateway.config.stored import RetentionSettings
 from gateway.store.database import locate_store
 from gateway.store.failures import StoreUnavailable
-from gateway.store.schema import metadata, node_hours, open_requests, revisions
+from gateway.store.schema import metadata, node_hours, revisions
 from gateway.store.store import Store
 from gateway.terms import Caller, Priority
-from tests.callers.ledger_rows import DAY, NOON, a_row, add_rows
+from tests.callers.build import FlakyStore
+from tests.callers.ledger_rows import DAY, NOON, a_row, add_rows, count_rows, made_up_rows
 from tests.callers.metered_gateway import ALICE, CHAT, bearer, chat, metered_gateway, recorded
 from tests.each_case import each_case
 from tests.gateways import Running
+from tests.store.stores import opened
+from tests.virtual import in_virtual_time, now
 
 MIDNIGHT = NOON - DAY / 2
 
@@ -57,31 +79,6 @@ def read(connection: Connection, query: ReportQuery, rows_per_step: int = 3) -> 
         steps += 1
         assert steps < 1000
     return reader.finish()
-
-
-async def test_rows_by_key_have_the_names_of_keys_also_of_revoked_ones(tmp_path: Path) -> None:
-    async with metered_gateway(tmp_path) as running:
-        made = (await running.admin.post("/admin/keys", json={"name": "=Bob"})).json()
-        await chat(running, ALICE)
-        await chat(running, hash_key(made["key"]))
-        await recorded(running, 2)
-        await running.admin.delete("/admin/keys/=Bob")
-
-        async def names() -> dict[str, str | None]:
-            report = (await running.admin.get("/admin/usage?by=key,model")).json()
-            return {row["key"]: row["key_name"] for row in report["rows"]}
-
-        assert await names() == {"alice": "Alice", made["id"]: "=Bob"}
-        answer = await running.admin.get("/admin/usage?by=key&format=csv")
-        assert answer.headers["content-type"].startswith("text/csv")
-        table = answer.text.splitlines()
-        assert table[0].startswith("key,key_name,requests,failures,clients_left,")
-        assert {tuple(line.split(",")[:2]) for line in table[1:]} == {
-            ("alice", "Alice"), (made["id"], "'=Bob"),
-        }  # fmt: skip
-        assert (
-            "key_name" not in (await running.admin.get("/admin/usage?by=model")).json()["rows"][0]
-        )
 
 
 def asked(**parameters: str) -> ReportQuery:
@@ -116,49 +113,32 @@ def test_requests_tokens_and_money_are_summed_by_key(connection: Connection) -> 
     assert (report.total.requests, report.total.cost) == (4, 1.375)
 
 
-def test_every_dimension_can_be_asked_for_and_two_make_a_table_of_both(
-    connection: Connection,
-) -> None:
+def test_every_dimension_can_be_asked_for_and_two_together(connection: Connection) -> None:
     dimensions = ("key", "group", "user", "model", "class", "tier")
     columns = {"group": "group_name", "class": "class_"}
     named = {columns.get(by, by): f"a {by}" for by in dimensions}
-    add_rows(connection, [a_row(1, **named), a_row(2, **dict.fromkeys(named), cost=0.0)])
+    others = dict.fromkeys(named)
+    moments = [MIDNIGHT - 0.001, MIDNIGHT]
+    add_rows(
+        connection,
+        [a_row(1, ended_at=moments[0], **named), a_row(2, ended_at=moments[1], **others, cost=0.0)],
+    )
     for by in dimensions:
         found = rows_of(read(connection, asked(by=by)))
         assert [(row[by], row["requests"]) for row in found] == [(f"a {by}", 1), (None, 1)]
+    days = [row["day"] for row in rows_of(read(connection, asked(by="day")))]
+    assert days == ["2027-01-14", "2027-01-15"]
+    assert read(connection, ReportQuery(("key",), moments[0], moments[1])).total.requests == 1
     add_rows(connection, [a_row(3, **{**named, "model": "other"})])
-    report = read(connection, asked(by="model,key"))
-    assert report.query.by == ("key", "model")
+    report = read(connection, asked(by="model,key", limit="2"))
+    # The dearest come first, and the total has all.
+    assert (report.query.by, report.found, report.total.requests) == (("key", "model"), 3, 3)
     assert {(row["key"], row["model"], row["requests"]) for row in rows_of(report)} == {
-        ("a key", "a model", 1), ("a key", "other", 1), (None, None, 1),
+        ("a key", "a model", 1), ("a key", "other", 1),
     }  # fmt: skip
 
 
-def test_days_are_those_of_utc_and_stand_in_order(connection: Connection) -> None:
-    moments = [MIDNIGHT - 0.001, MIDNIGHT, MIDNIGHT + 1, MIDNIGHT - 2 * DAY]
-    add_rows(connection, [a_row(n, ended_at=when) for n, when in enumerate(moments)])
-    found = rows_of(read(connection, asked(by="day")))
-    days = {"2027-01-13": 1, "2027-01-14": 1, "2027-01-15": 2}
-    assert [(row["day"], row["requests"]) for row in found] == [*days.items()]
-
-
-def test_only_requests_that_ended_within_the_time_count(connection: Connection) -> None:
-    ends = [NOON - 10, NOON - 5, NOON - 1]
-    add_rows(connection, [a_row(n, ended_at=when) for n, when in enumerate(ends)])
-    query = ReportQuery(("key",), NOON - 5, NOON - 1)
-    assert read(connection, query).total.requests == 1
-
-
-def test_steps_of_any_size_give_the_same_report(connection: Connection) -> None:
-    ends = [NOON - 10, NOON - 5, NOON - 5, NOON - 5, NOON - 5, NOON - 1]
-    add_rows(connection, [a_row(n, ended_at=when, key=f"{n}") for n, when in enumerate(ends)])
-    query = asked(by="key")
-    wanted = read(connection, query, 100).to_json()
-    assert wanted["total"]["requests"] == 6
-    assert all(read(connection, query, size).to_json() == wanted for size in (1, 2, 3, 4, 5))
-
-
-def test_a_report_begins_anew_when_rows_became_sums_meanwhile(connection: Connection) -> None:
+def test_a_disturbed_report_begins_anew_but_not_for_ever(connection: Connection) -> None:
     add_rows(connection, [a_row(n, ended_at=NOON - n * DAY) for n in range(5)])
     reader = LedgerReport(asked(by="day"), 1)
     assert not reader.step(connection)
@@ -166,17 +146,15 @@ def test_a_report_begins_anew_when_rows_became_sums_meanwhile(connection: Connec
     while not reader.step(connection):
         pass
     assert reader.finish().total.requests == 5
-
-
-def test_a_report_that_is_disturbed_again_and_again_gives_up(connection: Connection) -> None:
-    connection.execute(insert(revisions).values(name=ROLLED_UP, number=0))
-    add_rows(connection, [a_row(n, ended_at=NOON - n) for n in range(2)])
     reader = LedgerReport(asked(), 1)
-    for _ in range(2 * MOST_RESTARTS + 1):
-        reader.step(connection)
-        connection.execute(update(revisions).values(number=revisions.c.number + 1))
+
+    def disturbed(times: int) -> None:
+        for _ in range(times):
+            reader.step(connection)
+            connection.execute(update(revisions).values(number=revisions.c.number + 1))
+
     with pytest.raises(ReportInterrupted, match="later"):
-        reader.step(connection)
+        disturbed(20 * MOST_RESTARTS)
 
 
 def test_a_cut_day_that_is_kept_as_a_sum_counts_in_full_and_is_told(connection: Connection) -> None:
@@ -188,59 +166,37 @@ def test_a_cut_day_that_is_kept_as_a_sum_counts_in_full_and_is_told(connection: 
     assert "such a day is counted in full" in note
 
 
-def test_the_dearest_come_first_and_the_total_has_all(connection: Connection) -> None:
-    add_rows(connection, [a_row(n, key=f"k{n}", cost=float(n)) for n in range(5)])
-    report = read(connection, asked(by="key", limit="2"))
-    assert [row["key"] for row in rows_of(report)] == ["k4", "k3"]
-    assert (report.found, report.total.requests) == (5, 5)
-
-
-def test_too_many_groups_are_refused_with_a_remedy(
-    connection: Connection, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gateway.callers.reports.MOST_GROUPS", 3)
-    add_rows(connection, [a_row(n, key=f"k{n}") for n in range(4)])
-    with pytest.raises(InvalidQuery, match="shorten the time"):
-        read(connection, asked(by="key"))
-
-
 def test_percentiles_are_within_five_percent_of_what_requests_took(connection: Connection) -> None:
     rng = random.Random(7)
     waits = [0.0] * 500 + [rng.lognormvariate(1.0, 1.5) for _ in range(500)]
     firsts = [rng.lognormvariate(0.0, 1.0) for _ in waits]
     lasted = [rng.lognormvariate(2.0, 1.0) for _ in waits]
-    add_rows(
-        connection,
-        [
-            a_row(n, started_at=NOON - lasted[n], ttft_seconds=firsts[n], wait_seconds=waits[n])
-            for n in range(1000)
-        ],
-    )
+    rows = [
+        a_row(n, started_at=NOON - lasted[n], ttft_seconds=firsts[n], wait_seconds=waits[n])
+        for n in range(1000)
+    ]
     # Refusals take no time, and old rows do not tell it.
-    add_rows(connection, [a_row(n, started_at=NOON, status=503, outcome="queue_full", model="busy")
-                          for n in range(1000, 1100)])  # fmt: skip
+    busy = {"started_at": NOON, "status": 503, "outcome": "queue_full", "model": "busy"}
     old = {"model": "old", "wait_seconds": None, "outcome": "lost", "status": 0}
-    add_rows(connection, [a_row(n, **old) for n in range(1100, 1110)])
-    rows = {row["model"]: row for row in rows_of(read(connection, asked(percentiles="true"), 77))}
-    told = rows["mistral"]
-
-    def exact(times: list[float], share: float) -> Any:
-        return pytest.approx(sorted(times)[math.ceil(share * 1000) - 1], rel=0.051)
-
-    assert told["ttft_p50"] == exact(firsts, 0.5)
-    assert told["ttft_p95"] == exact(firsts, 0.95)
-    assert told["seconds_p50"] == exact(lasted, 0.5)
-    assert told["seconds_p95"] == exact(lasted, 0.95)
-    assert told["wait_p95"] == exact(waits, 0.95)
-    assert [rows["busy"][name] for name in PERCENTILES] == [None, None, None, None, 0.0]
-    assert [rows["old"][name] for name in PERCENTILES] == [None] * 5
+    for n in range(1000, 1100):
+        rows += [a_row(n, **busy), a_row(n + 100, **old)]
+    add_rows(connection, rows)
+    report = read(connection, asked(percentiles="true"), 77)
+    told = {row["model"]: row for row in rows_of(report)}
+    for name, times, share in (
+        ("ttft_p50", firsts, 0.5), ("ttft_p95", firsts, 0.95), ("seconds_p50", lasted, 0.5),
+        ("seconds_p95", lasted, 0.95), ("wait_p95", waits, 0.95),
+    ):  # fmt: skip
+        exact = sorted(times)[math.ceil(share * 1000) - 1]
+        assert told["mistral"][name] == pytest.approx(exact, rel=0.051), name
+    assert [told["busy"][name] for name in PERCENTILES] == [None, None, None, None, 0.0]
+    assert [told["old"][name] for name in PERCENTILES] == [None] * 5
     assert "wait_p95" not in rows_of(read(connection, asked()))[0]
-    table = read(connection, asked(percentiles="true")).to_csv().splitlines()
+    table = report.to_csv().splitlines()
     assert table[0].endswith(",ttft_p50,ttft_p95,seconds_p50,seconds_p95,wait_p95")
-    assert table[1].count(",") == table[0].count(",")
 
 
-def test_percentiles_of_too_many_groups_are_refused_and_sums_of_days_have_none(
+def test_too_many_groups_are_refused_and_sums_of_days_have_no_percentiles(
     connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_rows(connection, [a_row(n, user=f"u{n}", ended_at=NOON - 3 * DAY) for n in range(4)])
@@ -251,7 +207,9 @@ def test_percentiles_of_too_many_groups_are_refused_and_sums_of_days_have_none(
     assert roll_up(connection, NOON - 2 * DAY) == 4
     report = read(connection, asked(by="user", percentiles="true"))
     assert [row["seconds_p50"] for row in rows_of(report)] == [None] * 4
-    assert any("percentiles leave out" in note for note in report.notes)
+    monkeypatch.setattr(reports, "MOST_GROUPS", 3)
+    with pytest.raises(InvalidQuery, match="shorten the time"):
+        read(connection, asked(by="user"))
 
 
 def test_a_caller_is_shown_its_own_rows_alone(connection: Connection) -> None:
@@ -276,9 +234,7 @@ def add_hours(connection: Connection) -> None:
     connection.execute(insert(node_hours), rows)
 
 
-def test_the_hybrid_is_weighted_by_requests_and_the_machines_are_not(
-    connection: Connection,
-) -> None:
+def test_the_hybrid_is_weighted_by_requests_and_machines_are_not(connection: Connection) -> None:
     add_hours(connection)
     add_rows(connection, [a_row(n, cost=0.125, gpu_cost=1.0) for n in range(9)])
     add_rows(connection, [a_row(9, tier="gpu", node="gpu-a", cost=0.5, gpu_cost=0.5)])
@@ -295,33 +251,21 @@ def test_the_hybrid_is_weighted_by_requests_and_the_machines_are_not(
     assert sorted(told["tiers"]) == ["cpu", "gpu"]
 
 
-def test_tokens_that_were_bought_do_not_pay_for_idle_machines(connection: Connection) -> None:
-    """And idle time within a part of a day is not known."""
+def test_what_is_not_known_of_money_has_a_reason_and_no_figure(connection: Connection) -> None:
+    told = read(connection, asked()).to_json()
+    assert (told["rows"], told["total"]["cost_per_request"]) == ([], None)
+    for name in ("per_request", "per_million_tokens", "idle", "all_gpu", "effective_per_hour"):
+        assert told["money"][name]["value"] is None
+        assert told["money"][name]["reason"]
     add_hours(connection)
+    # Tokens that were bought do not pay for idle machines.
     add_rows(connection, [a_row(1, tier="gpu", node="hosted", cost=5.0)])
     told = read(connection, asked()).to_json()["money"]
     assert told["idle"] == {"value": 22.0}
     assert told["all_gpu"]["value"] is None
-    assert "1 of 1" in told["all_gpu"]["reason"]
     told = read(connection, asked(since="11h")).to_json()["money"]
     assert told["idle"]["value"] is None
     assert "whole days" in told["idle"]["reason"]
-
-
-def test_a_report_of_nothing_has_no_figures_and_says_why(connection: Connection) -> None:
-    told = read(connection, asked()).to_json()
-    assert told["rows"] == []
-    assert told["total"]["requests"] == 0
-    assert told["total"]["cost_per_request"] is None
-    for name in ("per_request", "per_million_tokens", "idle", "all_gpu", "effective_per_hour"):
-        assert told["money"][name]["value"] is None
-        assert told["money"][name]["reason"]
-
-
-def test_a_spreadsheet_gets_numbers_in_full_and_quoted_names(connection: Connection) -> None:
-    add_rows(connection, [a_row(1, user='a,"b"', cost=0.1)])
-    (row,) = csv.DictReader(io.StringIO(read(connection, asked(by="user")).to_csv()))
-    assert (row["user"], row["cost"], row["gpu_priced"]) == ('a,"b"', "0.1", "0")
 
 
 def test_no_name_that_a_caller_chose_is_a_formula(connection: Connection) -> None:
@@ -334,6 +278,10 @@ def test_no_name_that_a_caller_chose_is_a_formula(connection: Connection) -> Non
     for by in ("key", "user", "group", "model"):
         table = read(connection, asked(by=by)).to_csv()
         assert {row[by] for row in csv.DictReader(io.StringIO(table, newline=""))} == wanted
+    add_rows(connection, [a_row(99, ended_at=NOON - 2 * DAY, user='a,"b"', cost=0.1)])
+    query = ReportQuery(("user",), NOON - 3 * DAY, NOON - DAY)
+    (row,) = csv.DictReader(io.StringIO(read(connection, query).to_csv()))
+    assert (row["user"], row["cost"], row["gpu_priced"]) == ('a,"b"', "0.1", "0")
 
 
 @each_case(
@@ -344,19 +292,14 @@ def test_no_name_that_a_caller_chose_is_a_formula(connection: Connection) -> Non
         ("2027-01-14t08:30:00.5+02:00", "2027-01-14T06:30:00Z"),
         ("2027-01-14T08:30", "2027-01-14T08:30:00Z"),
         ("7d", "2027-01-08T00:00:00Z"),
-        ("0d", "2027-01-15T00:00:00Z"),
         ("90m", "2027-01-15T10:30:00Z"),
         ("99999d", "1970-01-01T00:00:00Z"),
     ],
 )
 def test_times_are_read_in_utc(text: str, moment: str) -> None:
     assert time_text(float(int(parse_time("since", text, NOON)))) == moment
-
-
-def test_a_date_as_the_end_includes_the_day() -> None:
-    query = asked(since="2027-01-13", until="2027-01-14")
-    assert time_text(query.since) == "2027-01-13T00:00:00Z"
-    assert time_text(query.until) == "2027-01-15T00:00:00Z"
+    # A date as the end includes the day.
+    assert time_text(asked(until="2027-01-14").until) == "2027-01-15T00:00:00Z"
 
 
 @each_case(
@@ -367,42 +310,18 @@ def test_a_date_as_the_end_includes_the_day() -> None:
         ({"since": "7d", "until": "8d"}, "until", "not after"),
         ({"since": "yesterday-ish"}, "since", "is no time"),
         ({"since": "2027-13-01"}, "since", "is no time"),
-        ({"since": "1e999s"}, "since", "is no time"),
-        ({"until": "x" * 10_000}, "until", "is no time"),
         ({"by": "node"}, "by", "none of key, group"),
-        ({"by": "key,key"}, "by", "at most 2 different"),
         ({"by": "key,user,day"}, "by", "at most 2 different"),
         ({"limit": "0"}, "limit", "from 1 to"),
         ({"limit": "²"}, "limit", "from 1 to"),
-        ({"limit": "99999999999"}, "limit", "from 1 to"),
     ],
 )
-def test_a_question_that_makes_no_sense_is_refused(
+def test_a_bad_question_is_refused_by_name(
     parameters: dict[str, str], parameter: str, message: str
 ) -> None:
     with pytest.raises(InvalidQuery, match=message) as error:
         asked(**parameters)
     assert error.value.parameter == parameter
-
-
-async def test_a_report_is_made_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads, made = [], LedgerReport.finish
-
-    def report(reader: LedgerReport) -> LedgerReport:
-        threads.append(threading.get_ident())
-        return made(reader)
-
-    monkeypatch.setattr(LedgerReport, "step", lambda *_: True)
-    monkeypatch.setattr(LedgerReport, "finish", report)
-
-    class Jobs:
-        async def run(self, job: Callable[[None], bool], *, write: bool) -> bool:
-            assert not write
-            return job(None)
-
-    await Reporter(cast("Store", Jobs())).read(asked())
-    assert threads
-    assert threads != [threading.get_ident()]
 
 
 HOUR = 3600.0
@@ -434,16 +353,11 @@ def lasting(number: int, began: float, seconds: float = 30.0, **more: Any) -> di
     return {**row, "started_at": began}
 
 
-def add_open(connection: Connection, id_: str) -> None:
-    """A request that runs since 50 seconds."""
-    row = {"id": id_, "process": "p1", "started_at": NOON - 50, "updated_at": NOON}
-    connection.execute(insert(open_requests).values(**row, class_="normal"))
-
-
 def test_the_hour_is_found_that_asked_most_of_the_nodes(connection: Connection) -> None:
     """Batches, which fill idle slots, make no hour busy."""
     many = [lasting(n, NOON - 30 * HOUR + n, 0.1) for n in range(20)]
-    long = [lasting(100 + n, NOON - 5 * HOUR + n * 300, 200.0) for n in range(12)]
+    names = {"key": "key-x", "user": "user-x", "group_name": "group-x", "cached_tokens": 40}
+    long = [lasting(100 + n, NOON - 5 * HOUR + n * 300, 200.0, **names) for n in range(12)]
     night = [lasting(200 + n, NOON - 12 * HOUR + n, 900.0, class_="batch") for n in range(9)]
     add_rows(connection, [*many, *long, *night])
     found = told(connection)
@@ -452,44 +366,15 @@ def test_the_hour_is_found_that_asked_most_of_the_nodes(connection: Connection) 
     assert found["requests"] == 32
     assert found["first"] == "2027-01-14T06:00:00Z"
     assert [row[0] for row in found["arrivals"]] == [n * 300.0 for n in range(12)]
+    assert dict(zip(found["columns"], found["arrivals"][0], strict=True)) == {
+        "seconds": 0.0, "model": "mistral", "class": "normal", "node": "cpu-a",
+        "prompt_tokens": 100, "cached_tokens": 40, "completion_tokens": 10, "slot_seconds": 200.0,
+        "lasted": 200.0, "unserved": False,
+    }  # fmt: skip
+    assert "-x" not in str(found), "no name of a caller is told"
     # What came before `since` does not count.
     assert told(connection, since="2h")["arrivals"] == []
     assert told(connection, since="4h30m")["requests"] == 6
-
-
-def test_an_hour_is_told_without_a_name_of_a_caller(connection: Connection) -> None:
-    names = {"key": "key-x", "user": "user-x", "group_name": "group-x"}
-    add_rows(connection, [lasting(1, NOON - 600, 20.0, cached_tokens=40, **names)])
-    found = told(connection)
-    assert dict(zip(found["columns"], found["arrivals"][0], strict=True)) == {
-        "seconds": 0.0, "model": "mistral", "class": "normal", "node": "cpu-a",
-        "prompt_tokens": 100, "cached_tokens": 40, "completion_tokens": 10, "slot_seconds": 20.0,
-        "lasted": 20.0, "unserved": False,
-    }  # fmt: skip
-    assert "-x" not in str(found)
-    # An hour that is not over is as long as it was.
-    assert found["hour"]["seconds"] == 600.0
-
-
-def test_requests_without_a_slot_count_and_others_without_work_do_not(
-    connection: Connection,
-) -> None:
-    nothing = {"prompt_tokens": 0, "completion_tokens": 0}
-    rows = [
-        lasting(1, NOON - 500),
-        lasting(2, NOON - 400, status=429, outcome="queue_full", **nothing),
-        lasting(3, NOON - 300, status=499, outcome="client_closed", **nothing),
-        lasting(4, NOON - 200, status=400, outcome="invalid_request", **nothing),
-        lasting(5, NOON - 100, **nothing),
-    ]
-    for row in rows[1:]:
-        row["slot_seconds"] = 0.0
-    add_rows(connection, rows)
-    add_open(connection, "r6")
-    arrivals = told(connection)["arrivals"]
-    assert [row[0] for row in arrivals] == [40.0, 140.0, 240.0, 490.0]
-    assert [row[6] for row in arrivals] == [10, None, None, None]
-    assert [row[9] for row in arrivals] == [False, True, False, False]
 
 
 def test_of_too_many_requests_a_shorter_time_is_told(connection: Connection) -> None:
@@ -499,25 +384,6 @@ def test_of_too_many_requests_a_shorter_time_is_told(connection: Connection) -> 
     assert found["hour"]["seconds"] == 300.0
     assert 20 < len(found["arrivals"]) <= 50
     assert len(told(connection, most_arrivals=3)["arrivals"]) == 3
-
-
-def test_what_still_runs_is_of_no_hour_before_it_began(connection: Connection) -> None:
-    add_open(connection, "r1")
-    found = told(connection, until="1h")
-    assert (found["requests"], found["arrivals"]) == (0, [])
-    add_rows(connection, [lasting(2, NOON - 2 * HOUR)])
-    found = told(connection, until="1h")
-    assert (found["requests"], found["hour"]["seconds"]) == (1, HOUR)
-    assert [row[0] for row in found["arrivals"]] == [0.0]
-
-
-def test_an_empty_ledger_has_no_hour_and_too_many_minutes_are_refused(
-    connection: Connection,
-) -> None:
-    add_rows(connection, [lasting(0, NOON - 9 * DAY)])
-    found = told(connection)
-    assert (found["requests"], found["first"], found["arrivals"]) == (0, None, [])
-    add_rows(connection, [lasting(n, NOON - n * 120.0) for n in range(1, 20)])
     with pytest.raises(InvalidQuery, match="take a later one"):
         told(connection, most_minutes=10)
 
@@ -536,62 +402,36 @@ async def test_callers_see_their_own_figures_and_what_is_left(tmp_path: Path) ->
     async with metered_gateway(tmp_path) as running:
         for _ in range(3):
             await chat(running, ALICE)
-        await chat(running, CHAT, **{"X-User-Id": "bob"})
-        await chat(running, CHAT, **{"X-User-Id": "eve"})
+        for user in ("bob", "eve"):
+            await chat(running, CHAT, **{"X-User-Id": user})
         await chat(running)
         await recorded(running, 6)
         alice = await usage(running, ALICE)
         assert (alice["key"], alice["name"], alice["group"]) == ("alice", "Alice", "team")
-        assert alice["today"]["requests"] == alice["month"]["requests"] == 3
-        assert alice["today"]["completion_tokens"] == 24
-        assert [one["requests"] for one in alice["month"]["models"]] == [3]
-        assert alice["today"]["cost"] > 0
+        today, month = alice["today"], alice["month"]
+        assert today["requests"] == month["requests"] == month["models"][0]["requests"] == 3
+        assert (today["completion_tokens"], today["cost"] > 0) == (24, True)
         limits = {one["limit"]: one for one in alice["limits"]}
         assert list(limits) == ["rpm", "tokens_per_day", "budget", "concurrency"]
         assert (limits["rpm"]["used"], limits["rpm"]["remaining"]) == (3, 97)
-        used = alice["today"]["prompt_tokens"] + alice["today"]["completion_tokens"]
-        assert limits["tokens_per_day"]["used"] == used
-        assert limits["budget"]["used"] == pytest.approx(alice["month"]["cost"])
-        assert {one["of"] for one in limits.values()} == {"key"}
+        tokens = today["prompt_tokens"] + today["completion_tokens"]
+        assert limits["tokens_per_day"]["used"] == tokens
+        assert limits["budget"]["used"] == pytest.approx(month["cost"])
         assert limits["budget"]["resets_at"].endswith("-01T00:00:00Z")
-
-        async def shown(question: str = "", **headers: str) -> tuple[Any, int]:
-            found = await usage(running, CHAT, question, **headers)
-            return found["user"], found["today"]["requests"]
-
-        assert await shown() == (None, 2)
-        assert await shown("?user=bob") == ("bob", 1)
-        assert await shown("?user=nobody") == ("nobody", 0)
-        assert await shown(**{"X-User-Id": "eve"}) == ("eve", 1)
-        bob = await usage(running, CHAT, "?user=bob")
-        assert [(one["of"], one["used"]) for one in bob["limits"]] == [("user", 1)]
+        for user, requests in (("", 2), ("bob", 1), ("nobody", 0)):
+            found = await usage(running, CHAT, f"?user={user}" if user else "")
+            assert (found["user"], found["today"]["requests"]) == (user or None, requests)
+        eve = await usage(running, CHAT, **{"X-User-Id": "eve"})
+        assert (eve["user"], eve["today"]["requests"]) == ("eve", 1)
+        assert [(one["of"], one["used"]) for one in eve["limits"]] == [("user", 1)]
         anyone = await usage(running)
         assert (anyone["key"], anyone["today"]["requests"]) == ("anonymous:127.0.0.1", 1)
-        # None of these questions was a request.
-        assert running.gateway.ledger is not None
-        assert running.gateway.ledger.written == 6
-
-
-async def test_a_key_that_is_not_trusted_may_not_ask_for_users_and_cached_figures_can_be_hidden(
-    tmp_path: Path,
-) -> None:
-    async with metered_gateway(tmp_path, cache={"hide": True}) as running:
         response = await running.client.get("/v1/usage?user=bob", headers=bearer(ALICE))
         assert response.status_code == 400
         assert "trust_user_headers" in response.json()["error"]["message"]
-        await chat(running, ALICE)
-        await recorded(running, 1)
-        told = await usage(running, ALICE)
-        for figures in (told["today"], told["month"], told["month"]["models"][0]):
-            assert (figures["requests"], figures["cached_tokens"]) == (1, None)
-
-
-async def test_without_a_store_limits_are_told_and_figures_are_not(tmp_path: Path) -> None:
-    async with metered_gateway(tmp_path, store={"url": "off"}) as running:
-        await chat(running, ALICE)
-        told = await usage(running, ALICE)
-        assert (told["today"], told["month"], told["reason"]) == (None, None, NO_STORE)
-        assert told["limits"][0]["used"] == 1
+        # None of these questions was a request.
+        assert running.gateway.ledger is not None
+        assert running.gateway.ledger.written == 6
 
 
 class CountingReporter(Reporter):
@@ -624,9 +464,14 @@ async def caller_asked(about: CallerUsage, key: str) -> Any:
     return await about.describe(about.book.accounts(caller), hides_cache=False)
 
 
-async def test_figures_are_read_from_the_first_of_the_month_and_kept_for_seconds() -> None:
+async def test_figures_are_of_this_month_and_kept_for_seconds_for_so_many_callers() -> None:
     about, reporter, times = caller_usage()
-    for key, seconds, reads in (("a", 0.0, 1), ("a", 0.0, 1), ("a", 5.0, 2), ("b", 0.0, 3)):
+    reporter.fails = True
+    told = await caller_asked(about, "a")
+    assert (told["today"], told["reason"]) == (None, "the store is away")
+    reporter.fails = False
+    # Failures are not kept.
+    for key, seconds, reads in (("a", 0.0, 2), ("a", 0.0, 2), ("a", 5.0, 3), ("b", 0.0, 4)):
         times[0] += seconds
         assert (await caller_asked(about, key))["today"]["requests"] == reads
     query = reporter.asked[0]
@@ -638,21 +483,198 @@ async def test_figures_are_read_from_the_first_of_the_month_and_kept_for_seconds
         times[0] += seconds
         await caller_asked(about, "a")
         assert len(reporter.asked) == reads
-
-
-async def test_a_store_that_fails_is_told_and_asked_again() -> None:
-    about, reporter, _ = caller_usage()
-    reporter.fails = True
-    told = await caller_asked(about, "a")
-    assert (told["today"], told["reason"]) == (None, "the store is away")
-    reporter.fails = False
-    assert (await caller_asked(about, "a"))["reason"] is None
-
-
-async def test_only_so_many_callers_are_kept() -> None:
     about, reporter, _ = caller_usage()
     for number in (*range(MOST_KEPT + 1), MOST_KEPT):
         await caller_asked(about, f"k{number}")
     assert len(reporter.asked) == MOST_KEPT + 1
     await caller_asked(about, "k0")
     assert len(reporter.asked) == MOST_KEPT + 2
+
+
+async def test_cached_figures_can_be_hidden_and_limits_need_no_store(tmp_path: Path) -> None:
+    async with metered_gateway(tmp_path, cache={"hide": True}) as running:
+        await chat(running, ALICE)
+        await recorded(running, 1)
+        told = await usage(running, ALICE)
+        for figures in (told["today"], told["month"], told["month"]["models"][0]):
+            assert (figures["requests"], figures["cached_tokens"]) == (1, None)
+    async with metered_gateway(tmp_path, store={"url": "off"}) as running:
+        await chat(running, ALICE)
+        told = await usage(running, ALICE)
+        assert (told["today"], told["month"], told["reason"]) == (None, None, NO_STORE)
+        assert told["limits"][0]["used"] == 1
+
+
+def in_any_order(report: LedgerReport) -> dict[str, object]:
+    """A report, whose rows of one cost may stand in any order."""
+    body = report.to_json()
+    return {**body, "rows": sorted(body["rows"], key=str)}
+
+
+async def test_every_report_is_the_same_before_and_after_retention(store: Store) -> None:
+    rows = list(made_up_rows(3000, 20, random.Random(7)))
+    await store.run(lambda connection: add_rows(connection, rows))
+    reporter = Reporter(store)
+    pairs = itertools.combinations(DIMENSIONS, 2)
+    questions = [(name,) for name in DIMENSIONS] + list(pairs)
+    queries = [ReportQuery(by, MIDNIGHT - 30 * DAY, MIDNIGHT + DAY) for by in questions]
+    before = [in_any_order(await reporter.read(query)) for query in queries]
+    assert all("'requests': 3000" in str(one["total"]) for one in before)
+    settings = RetentionSettings(days=10, rows=1000)
+    assert await retention(store, settings).keep_within_limits() == 2000
+    assert await store.run(count_rows) == 1000
+    assert [in_any_order(await reporter.read(query)) for query in queries] == before
+
+
+async def test_rows_that_two_processes_sum_up_count_once(store: Store, store_url: str) -> None:
+    rows = list(made_up_rows(2000, 5, random.Random(3)))
+    await store.run(lambda connection: add_rows(connection, rows))
+
+    async def sum_up(one: Store) -> int:
+        gone = 0
+        while done := await one.run(partial(roll_up, before=NOON + 1, rows=50)):
+            gone += done
+        return gone
+
+    with opened(store_url) as other:
+        assert sum(await asyncio.gather(sum_up(store), sum_up(other))) == 2000
+    report = await Reporter(store).read(parse_query(NOON, by="key"))
+    assert report.total.requests == 2000
+
+
+def retention(store: Store, settings: RetentionSettings) -> Retention:
+    return Retention(Reporter(store), lambda: settings, lambda: NOON)
+
+
+async def test_young_rows_stay_and_without_limits_all(store: Store) -> None:
+    rows = [a_row(n, ended_at=NOON - 60 * n) for n in range(300)]
+    await store.run(lambda connection: add_rows(connection, rows))
+    unlimited = retention(store, RetentionSettings(days=0, rows=0))
+    assert await unlimited.keep_within_limits() == 0
+    await retention(store, RetentionSettings(days=0, rows=10)).keep_within_limits()
+    assert await store.run(count_rows) == 121
+    await store.run(lambda connection: add_rows(connection, [a_row(999, ended_at=NOON - 3 * DAY)]))
+    assert await retention(store, RetentionSettings(days=1)).keep_within_limits() == 1
+
+
+async def test_the_file_shrinks_when_old_rows_go(tmp_path: Path) -> None:
+    with opened(f"sqlite:///{tmp_path / 'gateway.db'}") as store:
+        rows = [a_row(n, ended_at=NOON - n * 200) for n in range(6000)]
+        await store.run(lambda connection: add_rows(connection, rows))
+
+        async def pages(pragma: str) -> int:
+            return int(await store.run(lambda c: c.exec_driver_sql(pragma).scalar()) or 0)
+
+        size = await pages("PRAGMA page_count")
+        await retention(store, RetentionSettings(days=2)).keep_within_limits()
+        assert await pages("PRAGMA page_count") < size / 3
+        assert await pages("PRAGMA freelist_count") == 0
+
+
+# The sums of docs/usage-reports.md, with its figures, and what is said of unknown ones.
+
+
+CPU = NodeHours("cpu-a", "cpu", 10 * HOUR, 2.0)
+GPU = NodeHours("gpu-a", "gpu", 10 * HOUR, 20.0)
+
+
+def test_idle_time_costs_what_no_request_was_charged_and_never_less_than_nothing() -> None:
+    assert idle_cost([CPU, GPU], 0.5) == Amount(21.5)
+    assert idle_cost([CPU], 2.01) == Amount(0.0)
+    told = idle_cost([CPU], 3.0)
+    assert told.value is None
+    assert "does not cover" in str(told.reason)
+    assert per_request(3.0, 1200) == Amount(0.0025)
+    assert per_million_tokens(3.0, 1_500_000) == Amount(2.0)
+    # Four machines weigh as one of their mean price; a tier without requests needs none.
+    machines = [NodeHours(f"cpu-{name}", "cpu", 10 * HOUR, 2.0) for name in "abcd"]
+    told = effective_hourly_cost({"cpu": 9, "gpu": 1}, {"cpu": machines, "gpu": [GPU]})
+    assert told.value == pytest.approx(0.38)
+    told = effective_hourly_cost({"cpu": 5, "gpu": 0}, {"cpu": [CPU]})
+    assert told.value == pytest.approx(0.20)
+    unpriced = NodeHours("g", "gpu", HOUR, 0.0)
+    for told, reason in (
+        (effective_hourly_cost({"gpu": 1}, {"cpu": [CPU]}), "tier gpu"),
+        (effective_hourly_cost({"gpu": 1}, {"gpu": [unpriced]}), "cost_per_hour"),
+        (running_hourly_cost([NodeHours("a", "cpu", 0.0, 0.0)]), "no hour"),
+        (idle_cost([unpriced], 0.0), "no hour"),
+    ):
+        assert (told.value, reason in str(told.reason)) == (None, True)
+
+
+T = TypeVar("T")
+NODE = AliveNode("cpu-a", "cpu", 0.36)
+NEXT_MIDNIGHT = NOON + DAY / 2
+
+
+def recorded_hours(connection: Connection) -> dict[str, tuple[float, float]]:
+    return {
+        row.day: (row.seconds, round(row.cost, 9))
+        for row in connection.execute(select(node_hours).order_by(node_hours.c.day))
+    }
+
+
+def test_a_time_over_midnight_belongs_to_both_days_by_price(connection: Connection) -> None:
+    dearer = NODE._replace(cost_per_hour=3.6)
+    end = NEXT_MIDNIGHT + 40
+    claims = [NodeUptime(NODE, NEXT_MIDNIGHT - 20, end), NodeUptime(dearer, end, end + 60)]
+    count_claims(connection, claims)
+    assert recorded_hours(connection) == {"2027-01-15": (20.0, 0.002), "2027-01-16": (100.0, 0.064)}
+
+
+@in_virtual_time
+async def test_the_loop_looks_once_a_minute_also_while_the_store_is_away() -> None:
+    engine = create_engine("sqlite://")
+    with engine.connect() as connection:
+        metadata.create_all(connection)
+        store = FlakyStore(connection)
+        began = now()
+        recorder = NodeHoursRecorder(
+            cast("Any", store), lambda: [NODE], lambda: NOON + now() - began
+        )
+        task = asyncio.create_task(recorder.run())
+        await asyncio.sleep(5 * INTERVAL + 1)
+        assert recorded_hours(connection)["2027-01-15"][0] == pytest.approx(5 * INTERVAL)
+        store.is_away = True
+        await asyncio.sleep(3 * INTERVAL)
+        assert recorded_hours(connection)["2027-01-15"][0] == pytest.approx(5 * INTERVAL)
+        store.is_away = False
+        await asyncio.sleep(INTERVAL)
+        assert recorded_hours(connection)["2027-01-15"][0] == pytest.approx(9 * INTERVAL)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    engine.dispose()
+
+
+def test_claims_that_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.callers.money.MOST_CLAIMS", 3)
+    times, names = iter(range(0, 10**9, 60)), itertools.count()
+    recorder = NodeHoursRecorder(
+        cast("Any", FlakyStore(None)),
+        lambda: [AliveNode(f"n{next(names)}", "cpu", 0.1)],
+        lambda: NOON + next(times),
+    )
+    for _ in range(9):
+        recorder.look()
+    assert len(recorder.claims) == 3
+
+
+looks = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 90)), min_size=1, max_size=40)
+
+
+@given(looks)
+def test_the_time_counts_in_which_any_process_looked(moves: list[tuple[int, int]]) -> None:
+    """Each claims the time since its own last look, in the order of the looks."""
+    engine = create_engine("sqlite://")
+    with engine.connect() as connection:
+        metadata.create_all(connection)
+        time, looked, seen = NOON, dict.fromkeys(range(3), NOON), set[int]()
+        for process, seconds in moves:
+            time += seconds
+            count_claims(connection, [NodeUptime(NODE, looked[process], time)])
+            count_claims(connection, [NodeUptime(NODE, looked[process], time)])  # Told twice.
+            count_claims(connection, [NodeUptime(NODE, NOON, NOON + 1)])  # Told late.
+            seen.update(range(int(looked[process] - NOON), int(time - NOON)))
+            looked[process] = time
+        assert recorded_hours(connection)["2027-01-15"][0] == len(seen)
+    engine.dispose()

@@ -42,8 +42,6 @@ SETTINGS: dict[str, Any] = {
 
 @dataclass(slots=True)
 class Outcome:
-    """The results of all streams."""
-
     streams: int = 0
     identical: int = 0
     other_continuation: int = 0
@@ -56,7 +54,6 @@ class Outcome:
 
     @property
     def line(self) -> str:
-        """The results in one line."""
         return (
             f"{self.streams} streams cut, {self.resumed} resumed: {self.identical} identical, "
             f"{self.other_continuation} another continuation of the bytes sent, "
@@ -66,8 +63,6 @@ class Outcome:
 
 @dataclass(slots=True)
 class StreamCase:
-    """One stream that is to be cut, and where."""
-
     path: str
     body: dict[str, Any]
     after: int
@@ -164,7 +159,6 @@ async def cut_one(
 async def via_gateway(
     client: AsyncOpenAI, case: StreamCase
 ) -> tuple[str, int | None, set[str], str | None]:
-    """Text, tokens, ids and finish reason, as OpenAI's client returns them."""
     text, ids, usage, reason = "", set(), None, None
     body = dict(case.body)
     extra = {"logit_bias": body.pop("logit_bias")} if "logit_bias" in body else {}
@@ -187,7 +181,6 @@ async def via_gateway(
 async def direct(
     server: httpx.AsyncClient, path: str, body: dict[str, Any]
 ) -> tuple[str, int | None]:
-    """Text and tokens from the server itself."""
     reply = await server.post(path, json=body)
     reply.raise_for_status()
     value = reply.json()
@@ -228,7 +221,6 @@ def text_and_tokens(stream: bytes) -> tuple[str, int]:
 
 
 def main() -> None:
-    """Cut streams and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)

@@ -25,7 +25,6 @@ class CutPlan:
     cuts: int = 0
 
     def arm(self, after: int, within: int = 0) -> None:
-        """Cut the next stream at this place."""
         self.after, self.within, self.passed = after, within, b""
 
 
@@ -82,7 +81,6 @@ def _end_of(seen: bytes, events: int) -> int | None:
 
 @contextlib.asynccontextmanager
 async def cutting_proxies(urls: list[str], plan: CutPlan) -> AsyncIterator[list[str]]:
-    """Run a proxy in front of each server. Yields the proxies' URLs."""
     async with contextlib.AsyncExitStack() as stack:
         proxies = []
         for url in urls:

@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
+import httpx
 import pytest
 
+from gateway.events import AttemptEnded
 from gateway.forward.context import MOST_UNLOADED
-from gateway.request.routes import ROUTES
+from gateway.nodes.node import Node
 from tests.emulator.router import UNLOAD_GRACE, EmulatedRouter
-from tests.forward.proxy_over_nodes import GENERATION_PATHS, MESSAGES
-from tests.forward.test_resume import PATHS, asked_of, check_whole, text_of
-from tests.gateways import until
-from tests.reliability.routed_models import RoutedModels, command, routed_models
-from tests.servers import DemoServer, demo_model, running_router
+from tests.forward.proxy_over_nodes import BODIES, GENERATION_PATHS, MESSAGES, Stream
+from tests.forward.test_resume import PATHS, asked_of, check_whole
+from tests.gateways import Running, running_gateway, until
+from tests.polling import eventually
+from tests.servers import DemoServer
 from tests.virtual import in_virtual_time, now
 
 CHAT = "/v1/chat/completions"
@@ -34,6 +36,116 @@ COUNTS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions/input_tokens": {"messages": MESSAGES},
 }
 BOTH = ("r1/a", "r2/a")
+
+
+Router = EmulatedRouter | DemoServer
+BY_HAND: dict[str, Any] = {
+    "model_placement": {"commands": False},
+    "retries": {"backoff": 0.01, "backoff_max": 0.05},
+    "health": {"interval": 0.1, "open": 0.3},
+}
+"""Settings of a gateway that loads nothing: its tests do."""
+
+
+@dataclass(slots=True)
+class RoutedModels:
+    """The gateway and its routers, `r1` and so on."""
+
+    running: Running
+    routers: tuple[Router, ...]
+    _attempts: list[AttemptEnded] = field(default_factory=list)
+
+    @property
+    def outcomes(self) -> list[tuple[str, str]]:
+        self.running.gateway.bus.flush()
+        return [(attempt.node, attempt.outcome) for attempt in self._attempts]
+
+    def forget_attempts(self) -> None:
+        self.running.gateway.bus.flush()
+        self._attempts.clear()
+
+    def node(self, name: str) -> Node:
+        return self.running.gateway.fleet.nodes[name]
+
+    def may_work(self, name: str) -> bool:
+        """Whether this instance is known, loaded and takes work."""
+        node = self.running.gateway.fleet.nodes.get(name)
+        return (
+            node is not None
+            and node.probe_history.discovered_at is not None
+            and node.free_slots(node.clock()) > 0
+        )
+
+    async def load(self, name: str) -> None:
+        """Load this model by the router's own API, and wait until the gateway knows."""
+        router, _, model = name.partition("/")
+        await command(self.routers[int(router[1:]) - 1], "load", model)
+        await self.running.gateway.fleet.probe(router)
+        await until(lambda: self.may_work(name))
+
+    async def ask(self, path: str, **body: Any) -> httpx.Response:
+        return await self.running.client.post(path, json={**BODIES.get(path, {}), **body})
+
+    async def stream(self, path: str, **body: Any) -> Stream:
+        reply = await self.ask(path, stream=True, **body)
+        return Stream(reply.status_code, reply.headers, reply.content)
+
+    async def busy(self, limit: float = 30.0) -> str:
+        """The instance that has a request, once its response has begun."""
+        busy: list[str] = []
+
+        def look() -> bool:
+            attempts = [one.attempt for one in self.running.gateway.registry]
+            busy.extend(one.lease.node.name for one in attempts if one and one.content_events > 4)
+            return bool(busy)
+
+        await until(look, limit)
+        return busy[0]
+
+
+@asynccontextmanager
+async def routed_models(
+    folder: Path, *routers: Router, loaded: Iterable[str] = ("r1/a", "r2/a"), **settings: Any
+) -> AsyncIterator[RoutedModels]:
+    """A gateway over these routers, of which these instances are loaded.
+
+    At the end nothing may be held for any request, and no exception may be in the log.
+    """
+    async with AsyncExitStack() as stack:
+        for router in routers:
+            if isinstance(router, EmulatedRouter):
+                await stack.enter_async_context(router)
+        specs = [
+            {"name": f"r{number}", "url": router.url, "host": f"r{number}"}
+            for number, router in enumerate(routers, 1)
+        ]
+        running = await stack.enter_async_context(
+            running_gateway(folder, specs, {**BY_HAND, **settings})
+        )
+        found = RoutedModels(running, routers)
+        running.gateway.bus.subscribe(AttemptEnded, found._attempts.append)
+        for name in loaded:
+            await found.load(name)
+        yield found
+        await until(lambda: not running.held(), 30.0, running.held)
+    log = (folder / "gateway.log").read_text()
+    assert "Traceback" not in log, log
+
+
+async def command(router: Router, verb: str, model: str) -> None:
+    wanted = {"load": "loaded", "unload": "unloaded"}[verb]
+    async with httpx.AsyncClient(base_url=router.url, trust_env=False) as client:
+
+        async def done() -> bool | None:
+            listed = (await client.get("/v1/models")).json()["data"]
+            status = next(one["status"] for one in listed if one["id"] == model)
+            return status["value"] == wanted or None
+
+        if await done() is None:
+            reply = await client.post(f"/models/{verb}", json={"model": model})
+            assert reply.status_code == 200, reply.text
+            await asyncio.sleep(0)
+        await eventually(done)
 
 
 def routers(count: int = 2, **options: Any) -> list[EmulatedRouter]:
@@ -64,30 +176,9 @@ async def test_each_request_names_the_model_and_loads_nothing(tmp_path: Path, pa
             assert seen.query == "autoload=false"
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [("/v1/completions", {"prompt": ["say", "it"]}), ("/v1/embeddings", {"input": ["say", "it"]})],
-)
-@in_virtual_time
-async def test_each_prompt_of_several_names_the_model(
-    tmp_path: Path, path: str, body: dict[str, Any]
-) -> None:
-    [router] = routers(1, embeddings=path == "/v1/embeddings")
-    async with routed_models(tmp_path, router, loaded=["r1/a"], default_model="a") as models:
-        for named in ({}, {"model": "a"}):
-            reply = await models.ask(path, **body, **named)
-            assert reply.status_code == 200, reply.text
-        sent = [json.loads(seen.body) for seen in router.models["a"].node.seen]
-        sent = [one for one in sent if len(one) > 1]  # the others are probes
-        assert len(sent) == (4 if path == "/v1/completions" else 2)
-        assert {one["model"] for one in sent} == {"a"}
-
-
 @pytest.mark.parametrize("path", PATHS)
 @in_virtual_time
-async def test_a_stream_goes_on_on_another_router_with_the_same_text(
-    tmp_path: Path, path: str
-) -> None:
+async def test_a_stream_goes_on_on_another_router_unchanged(tmp_path: Path, path: str) -> None:
     async with routed_models(tmp_path, *routers(), loaded=[*BOTH, "r1/b", "r2/b"]) as models:
         body = {"model": "a", "ignore_eos": True, **asked_of(path, 60)}
         whole = await models.stream(path, **body)
@@ -105,9 +196,7 @@ async def test_a_stream_goes_on_on_another_router_with_the_same_text(
 
 @pytest.mark.parametrize("count", [1, 2])
 @in_virtual_time
-async def test_the_model_is_loaded_for_a_stream_that_is_to_go_on(
-    tmp_path: Path, count: int
-) -> None:
+async def test_the_model_is_loaded_for_a_stream_that_goes_on(tmp_path: Path, count: int) -> None:
     several = routers(count, load_seconds=3)
     async with routed_models(
         tmp_path, *several, loaded=["r1/a"], model_placement={"hysteresis": 1}
@@ -125,7 +214,7 @@ async def test_the_model_is_loaded_for_a_stream_that_is_to_go_on(
 
 @pytest.mark.parametrize("stream", [True, False])
 @in_virtual_time
-async def test_a_request_that_kills_the_server_of_its_model_twice_is_refused(
+async def test_a_request_that_kills_its_server_twice_is_refused(
     tmp_path: Path, stream: bool
 ) -> None:
     [router] = routers(1)
@@ -143,46 +232,6 @@ async def test_a_request_that_kills_the_server_of_its_model_twice_is_refused(
         assert [outcome for _, outcome in models.outcomes if outcome != "not_loaded"] == [
             "reset", "reset",
         ]  # fmt: skip
-
-
-@in_virtual_time
-async def test_a_stream_whose_model_is_loaded_nowhere_again_is_told_as_an_error(
-    tmp_path: Path,
-) -> None:
-    limits = {"queue": {"max_wait": 5}}
-    async with routed_models(tmp_path, *routers(1), loaded=["r1/a", "r1/b"], **limits) as models:
-        asked = asyncio.create_task(models.stream(CHAT, model="a", ignore_eos=True))
-        other = asyncio.create_task(models.stream(CHAT, model="b", ignore_eos=True, max_tokens=60))
-        await models.busy()
-        await server_of(models, "r1/a").kill_model("a")
-        reply = await asked
-        assert "proxy error" not in reply.body.decode()
-        assert [error["code"] for error in reply.errors] == ["node_failed"]
-        assert reply.events[-1] != b"data: [DONE]\n\n"
-        assert ROUTES[CHAT].api.is_stream_complete((await other).body)
-        assert models.node("r1/b").failures == 0
-
-
-@pytest.mark.parametrize("stream", [True, False])
-@in_virtual_time
-async def test_a_server_that_dies_before_its_response_begins_has_failed_it(
-    tmp_path: Path, stream: bool
-) -> None:
-    slow = routers(prefill_tps=5)
-    async with routed_models(tmp_path, *slow) as models:
-        # Without events a router says it by a 500, with them by the end of the stream.
-        path, few = ("/v1/completions", {"prompt": "a b c d e f g h i j k l m n o p"})
-        asked = asyncio.create_task(
-            models.ask(path, model="a", stream=stream, max_tokens=2, n=1, **few)
-        )
-        await until(lambda: any(models.node(name).leased for name in BOTH))
-        lost = next(name for name in BOTH if models.node(name).leased)
-        await server_of(models, lost).until(
-            lambda: server_of(models, lost).models["a"].node.busy > 0
-        )
-        await server_of(models, lost).kill_model("a")
-        assert (await asked).status_code == 200
-        assert models.outcomes == [(lost, "reset"), (BOTH[lost == BOTH[0]], "ok")]
 
 
 def says(status: int, message: str) -> dict[str, Any]:
@@ -216,21 +265,7 @@ async def test_a_request_that_finds_its_model_not_loaded_goes_elsewhere_and_nobo
 
 
 @in_virtual_time
-async def test_a_request_that_finds_its_model_not_loaded_waits_for_the_list(tmp_path: Path) -> None:
-    [router] = routers(1)
-    hours = {"health": {"interval": 3600}, "retries": {"attempts": 1}}
-    async with routed_models(tmp_path, router, loaded=["r1/a"], **hours) as models:
-        router.models["a"].node.faults.next("status", **NOT_LOADED[0])
-        assert (await models.ask(CHAT, model="a", max_tokens=2)).status_code == 200
-        assert models.outcomes == [("r1/a", "not_loaded"), ("r1/a", "ok")]
-        context = models.running.gateway.proxy_context
-        assert context.retries_left() == context.retry_budget.remaining(now(), 0.1, 10)
-
-
-@in_virtual_time
-async def test_requests_outlast_an_unload_by_others_and_the_model_is_loaded_again(
-    tmp_path: Path,
-) -> None:
+async def test_requests_outlast_an_unload_by_others_and_load_the_model(tmp_path: Path) -> None:
     [router] = routers(1, prefill_tps=1, load_seconds=1)
     async with routed_models(tmp_path, router, loaded=["r1/a"], model_placement={}) as models:
         long = {"model": "a", "prompt": "word " * 20, "max_tokens": 2}
@@ -259,74 +294,3 @@ async def test_a_model_that_is_listed_as_loaded_and_never_is_ends_a_request(tmp_
         assert (reply.status_code, reply.headers["x-gateway-reason"]) == (503, "no_node")
         assert "retry-after" in reply.headers
         assert models.outcomes == [("r1/a", "not_loaded")] * (1 + MOST_UNLOADED + 2)
-
-
-@in_virtual_time
-async def test_a_model_that_no_router_has_any_more_is_refused(tmp_path: Path) -> None:
-    [router] = routers(1)
-    async with routed_models(tmp_path, router, loaded=["r1/a"]) as models:
-        router.models["a"].node.faults.set("status", **GONE)
-        reply = await models.ask(CHAT, model="a", max_tokens=2)
-        assert reply.status_code in {502, 503}, reply.text
-        assert models.outcomes == [("r1/a", "not_loaded")]
-
-
-@in_virtual_time
-async def test_a_stream_whose_next_router_has_unloaded_the_model_waits_for_it(
-    tmp_path: Path,
-) -> None:
-    async with routed_models(tmp_path, *routers()) as models:
-        body = {"model": "a", "ignore_eos": True, **asked_of(CHAT, 60)}
-        whole = await models.stream(CHAT, **body)
-        models.forget_attempts()
-        asked = asyncio.create_task(models.stream(CHAT, **body))
-        lost = await models.busy()
-        other = BOTH[lost == BOTH[0]]
-        server_of(models, other).models["a"].node.faults.next("status", path="*", **NOT_LOADED[0])
-        await server_of(models, lost).kill_model("a")
-        check_whole(CHAT, await asked, whole)
-        assert models.outcomes == [(lost, "reset"), (other, "not_loaded"), (other, "ok")]
-
-
-# Real routers.
-
-EXACT = ("--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off")
-"""Options with which a text does not depend on what a slot had cached."""
-
-
-@pytest.fixture
-def real(tmp_path: Path) -> Iterator[list[DemoServer]]:
-    """Two real routers of one model."""
-    models = tmp_path / "models"
-    models.mkdir()
-    (models / "a.gguf").symlink_to(demo_model())
-    with ExitStack() as stack:
-        extra = ("--models-max", "0", *EXACT)
-        yield [
-            stack.enter_context(running_router(models, slots=2, context=4096, extra=extra))
-            for _ in range(2)
-        ]
-
-
-@pytest.mark.real
-@pytest.mark.slow
-@pytest.mark.binary_only("the wheel's server has no router mode")
-async def test_streams_go_on_from_one_real_router_to_another(
-    tmp_path: Path, real: list[DemoServer]
-) -> None:
-    async with routed_models(tmp_path, *real) as models:
-        for path in PATHS:
-            body = {"model": "a", "ignore_eos": True, **asked_of(path, 1000)}
-            whole = await models.stream(path, **body)
-            for name in BOTH:
-                await models.load(name)
-            models.forget_attempts()
-            asked = asyncio.create_task(models.stream(path, **body))
-            lost = await models.busy()
-            [child] = psutil.Process(real[int(lost[1]) - 1].pid).children()
-            child.kill()
-            reply = await asked
-            assert (reply.status, reply.errors) == (200, [])
-            assert text_of(reply) == text_of(whole)
-            assert ROUTES[path].api.is_stream_complete(reply.body)
-            assert models.outcomes == [(lost, "reset"), (BOTH[lost == BOTH[0]], "ok")]

@@ -69,22 +69,6 @@ async def test_each_request_goes_to_a_server_that_was_started_for_it(tmp_path: P
             assert [pair for pair in found if pair[0] != pair[1]] == []
 
 
-@pytest.mark.binary_only("the wheel's server takes one name")
-async def test_a_model_is_served_by_all_its_names(tmp_path: Path) -> None:
-    with servers({"alias": "small,demo,tiny"}) as [url]:
-        async with running_gateway(tmp_path, [url]) as running:
-            listed = (await running.client.get("/v1/models")).json()["data"]
-            assert [one["id"] for one in listed] == ["demo", "small", "tiny"]
-            body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
-            for name in ("tiny", "small", "demo", None):
-                named = {"model": name} if name else {}
-                response = await running.client.post(CHAT, json=body | named)
-                assert (response.status_code, response.json()["model"]) == (200, "demo")
-            assert (await running.client.get("/v1/models/tiny")).status_code == 200
-            unknown = await running.client.post(CHAT, json=body | {"model": "huge"})
-            assert unknown.status_code == 404
-
-
 async def test_a_grammar_that_would_freeze_a_server_never_reaches_it(tmp_path: Path) -> None:
     with servers({}) as [url]:
         async with running_gateway(tmp_path, [url]) as running:

@@ -11,7 +11,7 @@ import pytest
 from gateway.api import sse
 from gateway.local.demo_model import CHAT_TEMPLATE, DEMO_SHAPES, Token, TokenType, write_model
 from tests.gateways import Running, running_gateway
-from tests.reliability.cuts import SETTINGS
+from tests.reliability.cuts import SETTINGS, Outcome, run_cuts
 from tests.reliability.cutting_proxy import CutPlan, cutting_proxies
 from tests.servers import start_demo_servers
 
@@ -64,7 +64,6 @@ def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 
 
 async def streamed(running: Running, path: str, words: str, stop: str | None) -> list[Any]:
-    """The data of a stream's events."""
     body = BODIES[path] | {"messages": [{"role": "user", "content": words}]}
     body |= {"stream": True, "temperature": 0, "max_tokens": TOKENS}
     if stop:
@@ -103,21 +102,19 @@ def as_client_sees(values: list[Any]) -> list[Any]:
 
 
 def reasoning_of(values: list[Any]) -> str:
-    """The reasoning's text."""
     deltas = [value.get("delta") or {} for value in values]
     deltas += [choice["delta"] for value in values for choice in value.get("choices", ())]
     return "".join(d.get("thinking") or d.get("reasoning_content") or "" for d in deltas)
 
 
 def text_of(values: list[Any]) -> str:
-    """The answer's text."""
     deltas = [value.get("delta") or {} for value in values]
     deltas += [choice["delta"] for value in values for choice in value.get("choices", ())]
     return "".join(d.get("text") or d.get("content") or "" for d in deltas)
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_a_reasoning_stream_is_resumed_wherever_it_is_cut(
+async def test_a_reasoning_stream_is_resumed_anywhere(
     tmp_path: Path, path: str, model: Path
 ) -> None:
     plan = CutPlan()
@@ -146,3 +143,24 @@ async def test_a_reasoning_stream_is_resumed_wherever_it_is_cut(
                 plan.arm(after)
                 assert as_client_sees(await streamed(running, path, words, stop)) == expected, after
                 assert plan.cuts == cuts + 1
+
+
+STREAMS = 20
+
+
+def check(outcome: Outcome, *, identical: int) -> None:
+    assert outcome.wrong == []
+    assert outcome.streams > STREAMS * 0.9
+    assert outcome.resumed >= outcome.streams
+    assert outcome.identical + outcome.other_continuation == outcome.streams
+    assert outcome.identical >= identical * outcome.streams / 100
+    assert outcome.usage_equal >= identical * outcome.streams / 100
+
+
+async def test_resumed_streams_of_word_fragments_are_nearly_always_identical() -> None:
+    check(await run_cuts(STREAMS, 7, "text", fragments=True), identical=90)
+
+
+@pytest.mark.smoke
+async def test_exactly_resumed_streams_are_always_identical() -> None:
+    check(await run_cuts(STREAMS, 7, "exact", fragments=True), identical=100)

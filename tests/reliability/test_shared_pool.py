@@ -15,7 +15,6 @@ import pytest
 from gateway.events import AttemptEnded
 from gateway.local.server import find_binary
 from gateway.nodes.node import NodeState
-from gateway.nodes.state_files import PropertiesStore
 from setup.llama_server import PROGRAM, build_of, cache_folder
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway
@@ -35,7 +34,6 @@ def chat(number: int, *, words: int = 80, answer: int | None = 80, **more: Any) 
 
 
 def text_of(response: httpx.Response) -> str:
-    """The text of a complete answer."""
     assert response.status_code == 200, response.text
     if response.headers["content-type"].startswith("application/json"):
         return str(response.json()["choices"][0]["message"]["content"])
@@ -48,7 +46,6 @@ def text_of(response: httpx.Response) -> str:
 
 
 async def burst(client: httpx.AsyncClient, bodies: Sequence[dict[str, Any]]) -> list[str]:
-    """The texts of the answers to these chats, which are asked for at once."""
     answers = await asyncio.gather(*(client.post(CHAT, json=body) for body in bodies))
     return [text_of(answer) for answer in answers]
 
@@ -74,7 +71,6 @@ async def two_pooled(
 
 @contextlib.asynccontextmanager
 async def one_pooled(**options: Any) -> AsyncIterator[tuple[BareGateway, list[str], EmulatedNode]]:
-    """A gateway over one node, the outcomes of its attempts, and the node."""
     async with (
         pooled(**options) as node,
         bare_gateway(a_spec("a", node.url, kv="shared"), serving=True) as gateway,
@@ -120,23 +116,6 @@ async def test_a_declared_pool_never_overflows() -> None:
 
 
 @in_virtual_time
-async def test_answers_that_overflow_again_run_alone() -> None:
-    """They are far longer than all before them, and no `max_tokens` says so."""
-
-    def answer_tokens(prompt: str) -> int:
-        return 8 if "hello" in prompt else 300
-
-    async with one_pooled(answer_tokens=answer_tokens) as (gateway, outcomes, _):
-        for text in ("hello", "please go on for a while"):
-            answers = await asyncio.gather(*(gateway.chat(text) for _ in range(CLIENTS)))
-            assert [answer.status_code for answer in answers] == [200] * CLIENTS
-        gateway.bus.flush()
-        assert outcomes.count("ok") == 2 * CLIENTS
-        assert set(outcomes) == {"ok", "pool_full"}
-        assert blameless(gateway)
-
-
-@in_virtual_time
 async def test_a_large_request_waits_for_the_pool_and_is_not_passed_over_for_ever() -> None:
     async with one_pooled() as (gateway, _, node):
         ended: list[str] = []
@@ -157,54 +136,6 @@ async def test_a_large_request_waits_for_the_pool_and_is_not_passed_over_for_eve
         assert ended.index("large") == SLOTS
 
 
-@in_virtual_time
-async def test_others_tokens_count_and_why_tells_of_the_pool() -> None:
-    async with pooled() as node, httpx.AsyncClient(base_url=node.url, timeout=600) as other:
-        foreign = asyncio.create_task(other.post(CHAT, json=chat(0, words=150, answer=100)))
-        await node.until(lambda: node.busy == 1)
-        spec = a_spec("a", node.url, kv="shared")
-        async with bare_gateway(spec, serving=True) as gateway:
-            body = chat(1, words=100, answer=75)
-            waits = asyncio.create_task(
-                gateway.public.post(CHAT, json=body, headers={"x-request-id": "waits"})
-            )
-            await gateway.until(lambda: gateway.scheduler.dispatcher.waiting == 1)
-            [told] = (await gateway.admin.get("/admin/requests/waits/why")).json()["requests"]
-            assert told["waiting"]["nodes"][0]["pool"]["foreign"] > 150
-            assert told["waiting"]["tokens_needed"] > 75
-            assert "pool of tokens" in told["summary"]
-            text_of(await waits)
-            text_of(await foreign)
-            gateway.bus.flush()
-            [told] = (await gateway.admin.get("/admin/requests/waits/why")).json()["requests"]
-            assert told["decisions"][-1]["nodes"][0]["pool_tokens"] == POOL
-
-
-@in_virtual_time
-async def test_what_was_learnt_lasts_as_long_as_the_server_s_process(tmp_path: Path) -> None:
-    path = tmp_path / "last_seen"
-    async with pooled() as node:
-        spec = a_spec("a", node.url)
-        store = PropertiesStore(path)
-        async with bare_gateway(spec, serving=True, properties_store=store) as gateway:
-            await burst(gateway.public, [chat(number) for number in range(SLOTS)])
-            assert gateway["a"].pool == POOL
-            store.save()
-        store = PropertiesStore(path)
-        async with bare_gateway(spec, serving=True, properties_store=store) as gateway:
-            assert gateway["a"].pool == POOL
-            await node.kill()
-            await gateway.until(lambda: gateway["a"].state is NodeState.DOWN)
-            await node.revive()
-            await gateway.until(lambda: gateway["a"].state is NodeState.READY)
-            assert gateway["a"].pool == 0
-            store.save()
-        async with bare_gateway(
-            spec, serving=True, properties_store=PropertiesStore(path)
-        ) as gateway:
-            assert gateway["a"].pool == 0
-
-
 POOL_ERROR = {"message": "Context size has been exceeded.", "type": "server_error", "code": 500}
 
 
@@ -219,25 +150,6 @@ async def test_a_node_that_always_overflows_gets_a_request_five_times(stream: bo
         gateway.bus.flush()
         assert outcomes == ["pool_full"] * 5
         assert blameless(gateway)
-
-
-@in_virtual_time
-@pytest.mark.parametrize(("kind", "together"), [("openai", 2), ("llama.cpp", 1)])
-async def test_what_shows_no_pool_is_an_ordinary_server_error(kind: str, together: int) -> None:
-    async with pooled() as node:
-        spec = a_spec("a", node.url, kind=kind, slots=SLOTS, context=POOL, models={"demo": "demo"})
-        async with bare_gateway(spec, serving=True) as gateway:
-            outcomes: list[str] = []
-            gateway.bus.subscribe(AttemptEnded, lambda event: outcomes.append(event.outcome))
-            body = json.dumps({"error": POOL_ERROR})
-            node.faults.set("status", status=500, body=body)
-            posts = [gateway.public.post(CHAT, json=chat(1)) for _ in range(together)]
-            assert [answer.status_code for answer in await asyncio.gather(*posts)] == [
-                500
-            ] * together
-            gateway.bus.flush()
-            assert outcomes == ["server_error"] * together
-            assert gateway["a"].pool == 0
 
 
 @in_virtual_time
@@ -278,9 +190,7 @@ def pools(running: Running) -> list[int]:
 @pytest.mark.real
 @pytest.mark.slow
 @pytest.mark.smoke
-async def test_every_answer_of_stock_servers_comes_and_what_they_taught_lasts(
-    tmp_path: Path,
-) -> None:
+async def test_every_answer_of_stock_servers_comes_and_what_is_learnt_lasts(tmp_path: Path) -> None:
     stock = ("--parallel", "-1", "--exact")
     with real_server(*stock) as one, real_server(*stock) as two, real_server("--exact") as alone:
         limits = httpx.Limits(max_keepalive_connections=0)
