@@ -16,7 +16,6 @@ from gateway.lease import NOTHING_TRIED, LeaseCaller, LeaseRequest, PromptKey, T
 from gateway.nodes.node import Node
 from gateway.schedule.admission import (
     DEFAULT_RETRY_AFTER,
-    LONGEST_RETRY_AFTER,
     RATE_WINDOW,
     Admission,
     CompletionRate,
@@ -105,13 +104,6 @@ def test_a_class_refused_for_the_wait_stays_refused_until_the_wait_has_fallen() 
     assert refusal(admission, URGENT, 5, 60.0, 5.0) is None
     assert refusal(admission, NORMAL, 5, 45.0, 5.0) is None
     assert refusal(admission, NORMAL, 5, 60.0, 5.0) is None
-
-
-def test_an_unknown_wait_does_not_count() -> None:
-    admission = an_admission(queue={"max_wait": 100})
-    assert code(refusal(admission, NORMAL, 5, 95.0, 5.0)) == "queue_full"
-    assert refusal(admission, NORMAL, 5, None, 5.0) is None
-    assert refusal(admission, NORMAL, 5, 80.0, 5.0) is None
 
 
 def test_a_deadline_bounds_the_wait_and_is_refused_at_once_if_it_cannot_be_met() -> None:
@@ -257,28 +249,6 @@ async def test_work_that_can_wait_gives_way_to_its_own_callers_requests() -> Non
         assert busy.waiting() == {"a": 4}
 
 
-async def test_nothing_is_shed_while_the_queue_has_room_for_both() -> None:
-    async with BusyNode(max=100) as busy:
-        first = [of("a", priority=Priority.PREMIUM) for _ in range(60)]
-        for request in first:
-            assert await busy.send(request) == "waits"
-        # More wait than this class's share, but all of one other caller.
-        for _ in range(20):
-            assert await busy.send(of("b", priority=Priority.BATCH)) == "waits"
-        assert all(busy.outcome(one) == "waits" for one in first)
-
-
-async def test_many_callers_with_few_requests_leave_a_higher_class_its_places() -> None:
-    async with BusyNode(max=20) as busy:
-        for number in range(12):
-            outcome_ = await busy.send(of(f"k{number}", priority=Priority.BATCH))
-            assert outcome_ == ("waits" if number < 10 else "queue_full")
-        for number in range(10):
-            assert await busy.send(of(f"n{number}")) == ("waits" if number < 8 else "queue_full")
-        for number in range(2):
-            assert await busy.send(of(f"u{number}", priority=Priority.URGENT)) == "waits"
-
-
 @each_case("begins_later", [False, True])
 async def test_a_request_whose_response_has_begun_is_shed_last(begins_later: bool) -> None:
     async with BusyNode(max=4) as busy:
@@ -382,18 +352,6 @@ def test_the_rate_is_completions_per_second_of_the_window_and_unknown_at_first()
     assert rate.seconds_until(5, 110.0) == 5.0
     assert rate.retry_after(5, 110.0) == 5.0
     assert rate.per_second(110.0 + RATE_WINDOW) is None
-
-
-@given(st.lists(st.floats(0, 1e6), max_size=50), st.integers(0, 10_000), st.floats(0, 1e3))
-def test_retry_after_is_whole_seconds_within_bounds(
-    ends: list[float], ahead: int, later: float
-) -> None:
-    rate = CompletionRate()
-    for end in sorted(ends):
-        rate.completed(end)
-    advice = rate.retry_after(ahead, max(ends, default=0.0) + later)
-    assert advice == int(advice)
-    assert 1 <= advice <= LONGEST_RETRY_AFTER
 
 
 # Many waiting requests cost no more, each, than few.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -170,32 +169,6 @@ async def test_a_node_finishes_its_requests_before_it_is_stopped(tmp_path: Path)
         assert spare.orders == ["start", "stop"]
 
 
-@in_virtual_time
-async def test_a_pool_that_is_short_of_slots_starts_its_own_standby_nodes(tmp_path: Path) -> None:
-    pools = [
-        {"cache": {"nodes": {"side": key.id}}, "id": key.id, "sha256": key.sha256}
-        for key in (LEFT, RIGHT)
-    ]
-    fast: dict[str, Any] = {"decode_tps": 20.0, "prefill_tps": 500.0}
-    async with Cloud() as cloud, EmulatedNode(slots=1, model=MODEL, **fast) as base:
-        left, right = cloud.machine("left", **fast), cloud.machine("right", **fast)
-        nodes = [
-            {"name": "base", "url": base.url, "labels": {"side": "right"}},
-            cloud.node("left", labels={"side": "left"}),
-            cloud.node("right", labels={"side": "right"}),
-        ]
-        async with running_gateway(tmp_path, nodes, {**settings(), "keys": pools}) as running:
-            await until_state(running, "left", NodeState.STANDBY)
-            await until_state(running, "right", NodeState.STANDBY)
-            header = {"authorization": f"Bearer {RIGHT.text}"}
-            answers = await asyncio.gather(
-                *(ask(running, f"question {number}", 20, **header) for number in range(12))
-            )
-            assert {answer.status_code for answer in answers} == {200}
-            assert left.orders == []
-            assert right.orders[:1] == ["start"]
-
-
 SPEC = NodeSpec(name="spare", url="http://127.0.0.1:9")
 
 
@@ -291,35 +264,6 @@ async def test_a_cancelled_command_leaves_no_process_behind(tmp_path: Path) -> N
     assert not alive(pid_in(pid_file))
 
 
-async def test_a_server_that_a_command_leaves_behind_is_not_waited_for(tmp_path: Path) -> None:
-    pid_file = tmp_path / "pid"
-    code = (
-        "import pathlib, subprocess, sys\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'],"
-        " start_new_session=True)\n"
-        f"pathlib.Path({str(pid_file)!r}).write_text(str(child.pid))\n"
-    )
-    assert (await ran(python(code))).outcome == "ok"
-    pid = pid_in(pid_file)
-    try:
-        assert alive(pid)
-    finally:
-        os.kill(pid, 9)
-
-
-def open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
-async def test_no_descriptor_is_left_open() -> None:
-    await ran(python("print(1)"))
-    before = open_files()
-    for _ in range(3):
-        await ran(python("print(1)"))
-        await ran(Hook(command=("/no/such/program",)))
-    await until(lambda: open_files() <= before)
-
-
 def secret_hook(url: str, **keys: Any) -> Hook:
     return Hook(url=url, secrets={"Authorization": SecretStr("Bearer swordfish")}, **keys)
 
@@ -343,9 +287,3 @@ async def test_a_refused_call_shows_status_and_url_without_secrets() -> None:
     assert result.detail.endswith("/start answered 403")
     assert "token" not in result.detail
     assert result.output == "not with ****"
-
-
-async def test_a_redirect_is_no_success_and_is_not_followed() -> None:
-    async with answering(307) as (url, asked):
-        assert (await ran(secret_hook(url))).outcome == "failed"
-    assert len(asked) == 1

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -58,20 +56,6 @@ async def test_the_reserve_is_no_room() -> None:
     assert scheduler.lease_now(a_request(priority=Priority.BATCH)) is None
 
 
-async def test_a_higher_class_in_the_slots_of_batch_leaves_it_less() -> None:
-    scheduler = a_scheduler(node("a", slots=4), classes=RESERVE)
-    for _ in range(3):
-        lease_at_once(scheduler, a_request())
-    assert room(scheduler) == (2, 0, 0, 0, 0)
-
-
-async def test_what_is_expected_to_end_is_room_soon() -> None:
-    scheduler = a_scheduler(node("a", slots=2))
-    batch(scheduler, 2)
-    assert room(scheduler, seconds=0.0) == (2, 0, 0, 0, 0)
-    assert room(scheduler, seconds=1e6) == (2, 0, 2, 0, 0)
-
-
 async def test_what_waits_is_told_by_class() -> None:
     scheduler = a_scheduler(node("a", slots=1), node("b", slots=1, models=("other",)))
     lease_at_once(scheduler, a_request())
@@ -79,20 +63,6 @@ async def test_what_waits_is_told_by_class() -> None:
         await start_lease(scheduler, a_request(priority=priority))
     assert room(scheduler) == (1, 0, 0, 2, 1)
     assert room(scheduler, "other") == (1, 1, 0, 0, 0)
-
-
-async def test_a_model_that_nobody_serves_has_no_room_and_a_later_name_counts_then() -> None:
-    scheduler = a_scheduler(node("a", slots=2))
-    assert room(scheduler, "nothing") == (0, 0, 0, 0, 0)
-    assert room(scheduler, "nothing", "demo") == (2, 2, 0, 0, 0)
-
-
-@pytest.mark.parametrize("nodes", [(), (2,), (1, 2)])
-async def test_one_idle_node_has_room_for_one_whatever_the_reserve(nodes: Sequence[int]) -> None:
-    made: list[Node] = [node(f"n{slots}", slots=slots) for slots in nodes]
-    classes = {"batch": {"reserve_slots": 1.0}}
-    scheduler = a_scheduler(*made, classes=classes)
-    assert room(scheduler) == ((1, 1, 0, 0, 0) if nodes else (0, 0, 0, 0, 0))
 
 
 @given(
@@ -284,15 +254,6 @@ async def test_a_request_that_would_wait_gets_the_slot_of_the_row_that_is_cheape
     assert len(world.asked) == 3, "nobody is left"
 
 
-async def test_rows_of_clients_are_not_asked() -> None:
-    world = World((node("a", slots=1),))
-    record = lease_at_once(world.scheduler, a_request(priority=Priority.BATCH, stream=True))
-    record.head_received(world.clock())
-    record.content_received(world.clock())
-    await start_lease(world.scheduler, a_request())
-    assert world.asked == []
-
-
 async def test_a_row_that_refuses_is_not_asked_again_and_the_next_one_is() -> None:
     world = World((node("a", slots=2),))
     first = world.row()
@@ -349,30 +310,6 @@ async def test_others_are_asked_when_the_slot_does_not_come() -> None:
     assert world.asked == [first.id, second.id]
 
 
-async def test_a_wide_request_gets_as_many_slots_as_it_lacks_on_one_node() -> None:
-    world = World((node("a", slots=3), node("b", slots=2)))
-    rows = [world.row() for _ in range(5)]
-    waiting = await start_lease(world.scheduler, a_request(slots=2))
-    assert len(world.asked) == 2
-    on = {world.rows[name].node.name for name in world.asked}
-    assert len(on) == 1
-    for name in world.asked:
-        world.release(name)
-    await settle()
-    assert waiting.done()
-    assert len(rows) == 5
-
-
-async def test_a_lease_that_has_ended_is_not_asked() -> None:
-    world = World((node("a", slots=1),))
-    request = a_request(priority=Priority.BATCH, yields=True, stream=True)
-    granted = world.scheduler.lease_now(request)
-    assert granted is not None
-    assert set(world.scheduler.yielding) == {granted.id}
-    world.scheduler.release_unused(granted.id)
-    assert world.scheduler.yielding == {}
-
-
 async def test_waiting_work_that_is_raised_goes_before_lower_classes() -> None:
     world = World((node("a", slots=1),))
     running = lease_at_once(world.scheduler, a_request())
@@ -389,14 +326,6 @@ async def test_waiting_work_that_is_raised_goes_before_lower_classes() -> None:
     assert raised.done()
     assert not plain.done()
     assert world.scheduler.raise_class({request.id}, Priority.NORMAL) == set()
-
-
-async def test_raised_work_keeps_its_slot() -> None:
-    world = World((node("a", slots=2),))
-    raised, other = world.row(), world.row(prompt_tokens=900, exact_tokens=900)
-    world.scheduler.raise_class({raised.id}, Priority.NORMAL)
-    await start_lease(world.scheduler, a_request())
-    assert world.asked == [other.id]
 
 
 async def test_patient_work_waits_whatever_is_predicted_until_its_time_limit() -> None:

@@ -21,8 +21,6 @@ from tests.schedule.build import (
     failed_on,
     node,
     refused_by,
-    settle,
-    start_lease,
     take_lease,
 )
 
@@ -51,11 +49,6 @@ def test_after_a_failure_the_node_is_avoided_and_its_hosts_others_penalised() ->
     assert found.failed == {0}
     assert set(found.penalties) == {1}
     assert found.excluded == frozenset()
-
-
-def test_tiers_are_candidate_sets_of_their_own_the_gpu_first() -> None:
-    (group,) = find_candidates(a_request(), node("a"), node("b", tier="gpu")).groups
-    assert [[row.name for row in pool.rows] for pool in group] == [["b"], ["a"]]
 
 
 def test_only_a_node_of_the_same_kind_resumes_a_stream() -> None:
@@ -128,18 +121,6 @@ def test_the_state_decides_what_a_node_takes(state: NodeState) -> None:
     assert row_of(scheduler).alive is (state in ALIVE_STATES)
 
 
-def test_a_slow_start_opens_a_part_of_the_slots() -> None:
-    one = node(slots=10, health={"slow_start": 100.0})
-    scheduler = a_scheduler(one)
-    one.circuit.open_until = 0.0
-    one.circuit.close(one.clock())
-    for passed in (0.0, 30.0, 40.0, 50.0):
-        one.clock.passes(passed)  # type: ignore[attr-defined]
-        scheduler.fleet_sync.node_changed(one)
-        check_rows(scheduler)
-    assert row_of(scheduler).capacity == 10
-
-
 async def test_an_ejected_node_gets_one_request_on_trial_beside_what_runs() -> None:
     one = node(slots=3)
     scheduler = a_scheduler(one)
@@ -180,24 +161,6 @@ async def test_the_first_request_after_an_ejection_is_the_trial_though_others_ar
     assert (one.state, row_of(scheduler).penalty) == (NodeState.READY, 0)
 
 
-async def test_a_trial_that_proves_nothing_is_followed_by_the_next() -> None:
-    one = half_open(node(slots=3))
-    scheduler = a_scheduler(one, node("b"))
-    for _ in range(3):
-        trial, _ = await take_lease(scheduler, a_request())
-        assert (trial.node, trial.trial) == (one, True)
-        trial.release()
-
-
-async def test_a_request_that_has_failed_is_no_trial_while_another_node_has_room() -> None:
-    one = half_open(node())
-    scheduler = a_scheduler(one, node("b"), node("c", slots=1))
-    again, _ = await take_lease(scheduler, a_request(), failed_on("b"))
-    assert again.node.name == "c"
-    last, _ = await take_lease(scheduler, a_request(), failed_on("b"))
-    assert (last.node, last.trial) == (one, True)
-
-
 async def test_a_request_is_no_trial_where_it_would_end_much_later() -> None:
     slow, fast = half_open(node()), node("b")
     scheduler = a_scheduler(slow, fast)
@@ -210,16 +173,6 @@ async def test_a_request_is_no_trial_where_it_would_end_much_later() -> None:
     assert lease.node is fast
     short, _ = await take_lease(scheduler, a_request(max_tokens=2))
     assert (short.node, short.trial) == (slow, True)
-
-
-def test_a_placement_that_the_node_cannot_take_is_not_granted() -> None:
-    one = node(slots=1)
-    scheduler = a_scheduler(one)
-    take(one)  # the placement state does not know of it
-    assert row_of(scheduler).free == 1
-    assert scheduler.lease_now(a_request()) is None
-    check_rows(scheduler)
-    assert one.leased == 1
 
 
 # Nodes that are added and removed.
@@ -243,18 +196,6 @@ def put(scheduler: Scheduler, *nodes: Node) -> None:
         fleet.nodes[one.name] = one
     fleet.model_index.set_nodes(nodes)
     scheduler.capacity_changed()
-
-
-async def test_a_new_node_serves_waiting_requests(three: tuple[Scheduler, list[Node]]) -> None:
-    scheduler, nodes = three
-    leases = [(await take_lease(scheduler, a_request()))[0] for _ in nodes]
-    waiting = await start_lease(scheduler, a_request())
-    put(scheduler, *nodes, node("d", slots=1))
-    await settle()
-    assert waiting.result()[0].node.name == "d"
-    for lease in [*leases, waiting.result()[0]]:
-        lease.release()
-    check_rows(scheduler)
 
 
 async def test_leases_of_a_removed_node_end_there_though_its_index_is_reused(
@@ -317,16 +258,3 @@ def test_the_cached_prompts_go_with_the_server() -> None:
     one.probe_history.up = True
     scheduler.fleet_sync.node_changed(one)
     assert remembers()
-
-
-def test_nodes_out_of_service_are_counted_by_state_and_anew_when_one_changes() -> None:
-    nodes = [node(name) for name in "abc"]
-    scheduler = a_scheduler(*nodes)
-    candidates = scheduler.fleet_sync.find(a_request(), NOTHING_TRIED).groups[0][0]
-    count = scheduler.fleet_sync.out_of_service
-    assert count(candidates, 0.0) == {}
-    nodes[0].state = NodeState.DOWN
-    scheduler.fleet_sync.node_changed(nodes[0])
-    nodes[1].state = NodeState.DRAINING
-    scheduler.fleet_sync.node_changed(nodes[1])
-    assert count(candidates, 0.0) == {"down": 1, "draining": 1}

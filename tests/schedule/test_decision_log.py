@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import Any
 
 import msgspec
 import pytest
@@ -22,23 +21,18 @@ from gateway.lease import (
     UsageReport,
 )
 from gateway.nodes.node import NodeState
-from gateway.schedule.core.requests import Deferral, QueuedRequest
 from gateway.schedule.decision_log import (
     LONGEST_REASON,
     MOST_COLLECTED,
     MOST_FOLLOWED,
-    RATIO_BOUNDS,
     Decision,
     DecisionLog,
     Grant,
     Queueing,
-    RatioCounts,
     Refusal,
 )
 from gateway.schedule.lease_service import LocalLeaseService
 from gateway.schedule.scheduler import Scheduler
-from gateway.terms import Priority
-from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.nodes.build import Clock, a_spec
 from tests.schedule.build import a_request, a_scheduler, failed_on, node, settle, start_lease
@@ -105,30 +99,6 @@ def test_each_attempt_is_a_grant_of_its_own() -> None:
     assert second.node.name != first.node.name
 
 
-@each_case(
-    "found",
-    [
-        {},
-        {"tried": failed_on("a")},
-        {"resumes": True},
-        {"times_yielded": 2},
-        {"deferral": Deferral("a", 1.0, 2.0, 3.0, 400.0)},
-        {"fallback": "gpu_full"},
-        {"out": {"full": 1}},
-    ],
-)
-def test_each_circumstance_of_a_grant_is_remembered_alone(found: dict[str, Any]) -> None:
-    resume_key = ("model",) if found.get("resumes") else None
-    request = a_request(times_yielded=found.get("times_yielded", 0), resume_key=resume_key)
-    deferral, tried = found.get("deferral"), found.get("tried", NOTHING_TRIED)
-    placement = QueuedRequest(request.id, (), Priority.NORMAL, "c", 0.0, deferral=deferral)
-    log, fallback, out = DecisionLog(Clock()), found.get("fallback"), found.get("out")
-    grant = log.granted(placement, request, tried, 1, "demo", "cpu", None, fallback, out)
-    usual = QueuedRequest(request.id, (), Priority.NORMAL, "c", 0.0)
-    expected = log.granted(usual, a_request(), NOTHING_TRIED, 1, "demo", "cpu")
-    assert msgspec.structs.asdict(grant) == msgspec.structs.asdict(expected) | found
-
-
 def test_why_the_others_had_no_room_is_counted() -> None:
     nodes = [node(name, slots=1) for name in "abcd"]
     nodes[1].state = NodeState.DRAINING
@@ -186,13 +156,6 @@ async def test_a_refusal_is_remembered_at_once_and_after_a_wait() -> None:
     assert isinstance(refused, Refusal)
     assert refused.code == "no_node"
     assert len(refused.message) == LONGEST_REASON
-
-
-def test_a_lease_that_was_not_used_is_told_so() -> None:
-    scheduler = a_scheduler(node())
-    request = a_request()
-    scheduler.release_unused(lease(scheduler, request).id)
-    assert only_grant(scheduler, request).outcome == "cancelled"
 
 
 def test_the_log_is_bounded_and_says_how_far_it_reaches_back() -> None:
@@ -267,48 +230,6 @@ def test_what_is_followed_is_bounded_in_number_and_length() -> None:
     assert len(collected) == MOST_COLLECTED
     log.follow_none()
     assert log.followed == {}
-
-
-def test_a_ratio_counts_in_the_bucket_of_the_first_bound_that_holds_it() -> None:
-    ratios = RatioCounts()
-    for ratio in (0.05, 1.0, 1.05, 99.0):
-        ratios.count(ratio)
-    counted = dict(zip([*RATIO_BOUNDS, "more"], ratios.counts, strict=True))
-    assert {bound: n for bound, n in counted.items() if n} == {0.1: 1, 1.0: 1, 1.1: 1, "more": 1}
-    assert ratios.sum == pytest.approx(101.1)
-
-
-@in_virtual_time
-async def test_what_was_cut_short_is_no_sample() -> None:
-    async with (
-        EmulatedNode(slots=1) as node,
-        bare_gateway(a_spec("a", node.url), serving=True) as gateway,
-    ):
-        node.faults.set("status", status=500)
-        assert (await gateway.chat()).status_code >= 500
-        gateway.bus.flush()
-        accuracy = gateway.scheduler.accuracy
-        assert not sum(accuracy.completion.counts + accuracy.first_token.counts)
-
-
-@in_virtual_time
-async def test_the_page_counts_the_cached_tokens_that_were_expected_and_those_found() -> None:
-    async with (
-        EmulatedNode(slots=1, prefill_tps=100, decode_tps=20, cache_ram=1 << 20) as node,
-        bare_gateway(a_spec("a", node.url), serving=True) as gateway,
-    ):
-        prompt = "".join(f"word {number} " for number in range(400))
-        first = await gateway.chat(prompt, max_tokens=10)
-        nothing = await figures(gateway)
-        again = await gateway.chat(prompt, max_tokens=10)
-        page = await figures(gateway)
-    assert (first.status_code, again.status_code) == (200, 200)
-    cached = gateway.ended[-1].cached_tokens
-    assert cached > 50, "else the node had nothing cached"
-    family = "llama_gateway_predicted_cached_tokens_total"
-    assert nothing[family, "expected"] == nothing[family, "found"] == 0
-    assert page[family, "found"] == cached
-    assert page[family, "expected"] == pytest.approx(cached, rel=0.1)
 
 
 @in_virtual_time

@@ -16,7 +16,6 @@ from gateway.lease import LeaseRequest, PromptKey, Usage, UsageReport
 from gateway.nodes.node import Node, NodeState
 from gateway.schedule.core.demand_model import (
     DEFAULT_ANSWER_TOKENS,
-    LONG_PROMPT_BYTES,
     MOST_TOKENS,
     SessionAffinity,
     TokenEstimates,
@@ -69,38 +68,11 @@ def test_lengths_are_learnt_from_reported_tokens(nodes: list[Node]) -> None:
     assert expected.completion_tokens == pytest.approx(20.0, rel=0.5)
 
 
-def test_a_request_that_generates_nothing_decodes_nothing(nodes: list[Node]) -> None:
-    scheduler = a_scheduler(*nodes)
-    request = a_request(endpoint="embeddings", generates=False, text_bytes=1000)
-    assert lease_at_once(scheduler, request).placement.completion_tokens <= 1.0
-
-
 def test_a_node_that_has_a_prompt_cached_gets_the_next_turn(nodes: list[Node]) -> None:
     scheduler = a_scheduler(*nodes)
     first_node = serve(scheduler, prompt_request(1, 2, 3), Usage(1000, 0, 20))
     for _ in range(5):
         assert serve(scheduler, prompt_request(1, 2, 3, 4), Usage(1100, 1000, 20)) is first_node
-
-
-def test_an_answer_without_reported_tokens_leaves_nothing_cached(nodes: list[Node]) -> None:
-    scheduler = a_scheduler(*nodes)
-    serve(scheduler, prompt_request(1, 2, 3), None)
-    assert scheduler.prompt_cache.lookup(PromptKey((1, 2, 3), 1000.0)).cached == {}
-
-
-def test_ended_answers_are_learnt_before_a_long_prompt_is_placed(nodes: list[Node]) -> None:
-    scheduler = a_scheduler(*nodes)
-    demand_model, first = scheduler.demand_model, prompt_request(1, 2, 3)
-    record = lease_at_once(scheduler, first)
-    scheduler.learn_pending = lambda: demand_model.learn(
-        record.placement, first, UsageReport(0, USED, USED, 5)
-    )
-    record.release()
-    demand_model.answer_ended(first)
-    lease_at_once(scheduler, prompt_request(7, size=LONG_PROMPT_BYTES - 1)).release()
-    assert demand_model.learning_pending
-    assert believed_cached(scheduler, lease_at_once(scheduler, prompt_request(1, 2, 3, 4))) > 900
-    assert not demand_model.learning_pending
 
 
 async def test_ended_answers_are_learnt_before_their_slots_are_given_out() -> None:
@@ -143,15 +115,6 @@ async def test_a_waiting_request_keeps_its_estimate_when_the_inventory_changes()
     held.release()
     await settle()
     assert waiting.done()
-
-
-def test_a_wide_request_takes_the_slots_that_a_learnt_limit_leaves() -> None:
-    one = node(kind="openai")
-    one.spec = one.spec.model_copy(update={"slots": None})
-    scheduler = a_scheduler(one)
-    assert one.most_slots > one.slots_total
-    record = lease_at_once(scheduler, a_request(slots=one.slots_total + 1))
-    assert record.slots == one.slots_total
 
 
 # Token estimates, and how answers correct them.
@@ -201,22 +164,6 @@ def test_a_callers_own_ratio_replaces_the_models() -> None:
     assert prompt_of(estimates, 3000, caller="chinese") == pytest.approx(1500, rel=0.06)
     assert prompt_of(estimates, 3000, caller="english 3") == pytest.approx(750, rel=0.06)
     assert prompt_of(estimates, 3000, caller="new") == pytest.approx(800, rel=0.1)
-
-
-def test_long_prompts_teach_more_than_short_ones() -> None:
-    estimates = TokenEstimates()
-    for _ in range(20):
-        learn(estimates, "m", "a", 40, 20, 50, None)
-        learn(estimates, "m", "a", 20_000, 5000, 50, None)
-    assert prompt_of(estimates, 20_000) == pytest.approx(5000, rel=0.03)
-
-
-def test_one_wrong_usage_moves_the_ratio_little() -> None:
-    estimates = TokenEstimates()
-    for _ in range(30):
-        learn(estimates, "m", "a", 4000, 1000, 50, None)
-    learn(estimates, "m", "a", 4000, 10**9, 50, None)
-    assert prompt_of(estimates, 4000) == pytest.approx(1000, rel=0.1)
 
 
 def test_token_ids_count_exactly() -> None:
@@ -357,22 +304,6 @@ def test_a_session_goes_to_its_last_node(unequal_nodes: list[Node]) -> None:
         assert serve_by(scheduler, session_request(session, number)) == last_node
 
 
-def test_a_request_without_a_session_goes_anywhere(unequal_nodes: list[Node]) -> None:
-    scheduler = a_scheduler(*unequal_nodes)
-    assert {serve_by(scheduler, session_request(None, number)) for number in range(40)} == set(
-        "abcd"
-    )
-
-
-def test_a_session_has_a_node_for_each_model(unequal_nodes: list[Node]) -> None:
-    scheduler = a_scheduler(*unequal_nodes)
-    last_nodes = {
-        model: [serve_by(scheduler, session_request(f"s{n}", n, model)) for n in range(20)]
-        for model in ("demo", "other")
-    }
-    assert last_nodes["demo"] != last_nodes["other"]
-
-
 @pytest.mark.parametrize(("times", "stays"), [(1.4, True), (1.6, False)])
 def test_a_session_leaves_a_node_that_is_much_slower_than_another(
     times: float, stays: bool
@@ -383,14 +314,6 @@ def test_a_session_leaves_a_node_that_is_much_slower_than_another(
         factor = 1.0 if row.name == last_node else times
         row.set_speed(100.0 * factor, 0.1 / factor, 0.0)
     assert (serve_by(scheduler, session_request("s", 2)) == last_node) is stays
-
-
-def test_a_session_does_not_wait_for_its_node() -> None:
-    one, two = node("one", slots=1), node("two", slots=1)
-    scheduler = a_scheduler(one, two)
-    last_node = serve_by(scheduler, session_request("s", 1))
-    assert lease_at_once(scheduler, session_request("s", 2)).node.name == last_node
-    assert serve_by(scheduler, session_request("s", 3)) != last_node
 
 
 def test_the_session_that_was_quiet_longest_is_forgotten_first() -> None:

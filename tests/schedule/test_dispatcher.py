@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections import Counter
 from typing import Any
 
@@ -11,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.schedule.core.dispatcher import MOST_DECLINES, DispatchRules, StarvationGuard
+from gateway.schedule.core.dispatcher import DispatchRules
 from gateway.schedule.core.requests import QueuedRequest
 from gateway.schedule.core.selection import POLICIES
 from gateway.terms import Priority
-from tests.each_case import each_case
 from tests.schedule.queue_simulation import QueueSimulation
 
 
@@ -62,15 +60,6 @@ def test_a_node_that_failed_it_is_avoided_while_another_is_alive() -> None:
     assert none is None
     other.set_slots(1, 0, 0, alive=False)
     assert sim.match(1.0) == [waits]
-
-
-def test_requests_without_a_node_hold_up_no_other() -> None:
-    sim = QueueSimulation((1, 1))
-    running = sim.fill()
-    for _ in range(50):
-        sim.arrive(excluded={0, 1})
-    able, _ = sim.arrive()
-    assert sim.finish(running[0], 1.0)[0] is able
 
 
 def test_slotless_requests_are_limited_for_each_node_and_caller() -> None:
@@ -129,21 +118,6 @@ def test_a_warm_request_is_deferred_if_it_ends_sooner_on_its_node() -> None:
     assert sim.finish(first, 2.0)[0] is warm
 
 
-def test_a_warm_request_goes_elsewhere_if_that_is_sooner() -> None:
-    sim = QueueSimulation((1, 1))
-    sim.arrive(excluded={1}, prompt_tokens=9000.0, completion_tokens=10.0)
-    placement = sim.placed(prompt_tokens=5000.0, cached={0: 4900.0})
-    assert placement.row is sim.rows[1]
-
-
-def test_no_more_requests_are_deferred_to_a_node_than_it_has_slots() -> None:
-    sim = QueueSimulation((2, 4))
-    for _ in range(2):
-        sim.arrive(excluded={1}, prompt_tokens=10.0, completion_tokens=10.0)
-    rows = [sim.arrive(prompt_tokens=9000.0, cached={0: 8990.0})[1] for _ in range(4)]
-    assert [placement is None for placement in rows] == [True, True, False, False]
-
-
 def test_a_deferral_ends_in_time() -> None:
     sim = QueueSimulation((1, 1))
     sim.arrive(excluded={1}, prompt_tokens=100.0, completion_tokens=10.0)
@@ -152,14 +126,6 @@ def test_a_deferral_ends_in_time() -> None:
     assert sim.match(wake - 0.01) == []
     (placement,) = sim.match(wake)
     assert (placement, placement.row) == (warm, sim.rows[1])
-
-
-def test_a_slot_that_many_declined_is_given_out() -> None:
-    sim = QueueSimulation((1, 20))
-    last = next(one for one in sim.fill() if one.row is sim.rows[1])
-    for _ in range(3 * MOST_DECLINES):
-        sim.arrive(prompt_tokens=5000.0, cached={0: 4900.0}, completion_tokens=1.0)
-    assert len(sim.finish(last, 0.5)) == 1
 
 
 def test_a_waiting_requests_cache_is_looked_up_again_when_slots_have_come_free() -> None:
@@ -194,14 +160,6 @@ def test_a_cancelled_placement_costs_its_caller_nothing() -> None:
     assert (sim.rows[0].ends_sum, sim.rows[0].prefill_until) == (0.0, 0.0)
 
 
-def test_the_first_token_moves_the_expected_end() -> None:
-    sim = QueueSimulation((1,))
-    placement = sim.placed(prompt_tokens=100.0, completion_tokens=10.0)
-    assert placement.ends == pytest.approx(2.0)
-    placement.row.prefill_done(placement, 3.0)
-    assert placement.ends == pytest.approx(4.0)
-
-
 def test_positions_and_predicted_waits_follow_the_callers_turns() -> None:
     sim = QueueSimulation((1,))
     sim.fill()
@@ -216,35 +174,6 @@ def test_positions_and_predicted_waits_follow_the_callers_turns() -> None:
     assert [sim.dispatcher.count_ahead(queued) for queued in order] == list(range(7))
     waits = [sim.dispatcher.predicted_wait(queued, 0.0) for queued in order]
     assert waits == sorted(waits) == [wait for _, wait in places]
-
-
-def test_a_new_caller_does_not_wait_for_all_requests_of_another() -> None:
-    sim = QueueSimulation((1,))
-    sim.fill()
-    for _ in range(50):
-        sim.arrive(fairness_key="greedy")
-    ahead, wait = sim.dispatcher.count_ahead, sim.dispatcher.predicted_wait
-    modest, greedy = sim.request(fairness_key="modest"), sim.request(fairness_key="greedy")
-    assert ahead(modest) <= 1
-    assert ahead(greedy) == 50
-    assert wait(modest, 0.0) < wait(greedy, 0.0) / 10
-    assert ahead(sim.request(fairness_key="modest", priority=Priority.BATCH)) == 50
-    assert ahead(sim.request(fairness_key="greedy", priority=Priority.URGENT)) == 0
-
-
-def test_a_measured_speed_changes_all_predicted_waits_at_once() -> None:
-    sim = QueueSimulation((2, 2))
-    for row in sim.rows:
-        row.set_speed(100.0, 0.1, 0.0)
-    sim.fill()
-    for _ in range(50):
-        sim.arrive()
-    guessed = sim.dispatcher.predicted_wait(sim.request(), 0.0)
-    running = min(row.seconds_until_free(1, 0.0) or 0.0 for row in sim.rows)
-    for row in sim.rows:
-        row.set_speed(1000.0, 0.01, 0.0)
-    measured = sim.dispatcher.predicted_wait(sim.request(), 0.0)
-    assert measured - running == pytest.approx((guessed - running) / 10)
 
 
 def test_the_predicted_wait_of_batch_includes_the_reserve() -> None:
@@ -268,34 +197,6 @@ def test_the_predicted_wait_is_infinite_while_every_node_is_down() -> None:
     queued, _ = sim.arrive()
     sim.rows[0].set_slots(1, 0, 0, alive=False)
     assert sim.dispatcher.predicted_wait(queued, 0.0) == math.inf
-
-
-def test_usage_as_predicted_changes_no_counter_though_the_token_weight_has_changed() -> None:
-    sim = QueueSimulation((1,))
-    placement = sim.placed(fairness_key="one", prompt_tokens=10.0, completion_tokens=20.0)
-    account = placement.payer
-    assert account is not None
-    counted = account.counter
-    row = placement.row
-    row.set_speed(30 * row.prefill_tps, row.token_base, row.token_step)
-    for _ in range(300):
-        _, other = sim.arrive(fairness_key="two", slots=0)
-        if other is not None:
-            sim.finish(other, 0.0)
-    sim.dispatcher.settled(placement, 10.0, 20.0)
-    assert account.counter == counted
-
-
-@each_case(("share", "rounds"), [(0.1, [False] * 9 + [True]), (0.0, [False] * 10)])
-def test_the_share_of_the_placements_that_overdue_requests_get(
-    share: float, rounds: list[bool]
-) -> None:
-    guard = StarvationGuard(share)
-    given = []
-    for _ in range(30):
-        given.append(guard.overdue_next)
-        guard.placed(to_overdue=guard.overdue_next)
-    assert given == rounds * 3
 
 
 @pytest.mark.parametrize("flood", [Priority.URGENT, Priority.NORMAL])
@@ -491,33 +392,3 @@ def test_counts_are_right_and_no_slot_idles_without_a_reason(
     happened: list[tuple[float, dict[str, Any]]], policy: str, reserve: float
 ) -> None:
     play(happened, DispatchRules(policy=policy, batch_reserve=reserve))
-
-
-@settings(max_examples=50, deadline=None)
-@given(plays)
-def test_the_same_seed_places_alike(happened: list[tuple[float, dict[str, Any]]]) -> None:
-    assert play(happened, DispatchRules()) == play(happened, DispatchRules())
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.integers(0, 2**32), st.floats(0.2, 5.0))
-def test_every_arrival_is_served_in_the_end(seed: int, lengths: float) -> None:
-    rng = random.Random(seed)
-    sim = QueueSimulation((2, 2, 1), seed=seed, speeds=(600.0, 250.0, 100.0))
-    arrivals = []
-    for _ in range(80):
-        at = rng.uniform(0, 100)
-        queued = sim.request(
-            received_at=at,
-            priority=rng.choice(list(Priority)),
-            fairness_key=rng.choice("abcdef"),
-            slots=rng.choice([1, 1, 1, 2]),
-            prompt_tokens=rng.expovariate(1 / 1500),
-            completion_tokens=rng.expovariate(1 / 100),
-            cached={rng.randrange(3): rng.uniform(0, 2000)},
-            pending={rng.randrange(3): rng.uniform(0, 2000)},
-        )
-        arrivals.append((at, queued))
-    assert len(sim.play(arrivals, lengths=lengths)) == len(arrivals)
-    assert not sim.running
-    assert all(row.ours == 0 for row in sim.rows)

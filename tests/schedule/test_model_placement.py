@@ -7,13 +7,11 @@ from typing import Any
 from gateway.config.scheduling import ModelPlacementSettings, ModelRule, ReplicaSettings
 from gateway.nodes.router import LoadPhase
 from gateway.schedule.core.model_placement import (
-    FAST_SECONDS,
     Instance,
     InstanceUsage,
     LoadAction,
     ModelDemand,
     ModelPlacementPolicy,
-    RequestRates,
     RouterNode,
 )
 from tests.each_case import each_case
@@ -113,17 +111,6 @@ def two_models_in_room_for_one(
     return fleet
 
 
-def test_an_unloaded_model_is_loaded_where_memory_is_free() -> None:
-    fleet = Fleet()
-    fleet.node("r1", 10)
-    fleet.node("r2", 20)
-    fleet.model("a", 8, "r1", "r2")
-    fleet.model("b", 8, "r1", "r2")
-    fleet.ready(("r1", "a"))
-    assert fleet.look(waiting("b")) == [("load", "r2", "b")]
-    assert fleet.look(waiting("b")) == []
-
-
 def test_a_model_that_nobody_asks_for_makes_room_at_once() -> None:
     fleet = two_models_in_room_for_one()
     assert fleet.look(waiting("b")) == [("unload", "r1", "a")]
@@ -143,13 +130,6 @@ def test_an_instance_with_leases_is_retired_and_unloaded_only_when_they_have_end
     assert fleet.look(waiting("b", each=6.0)) == [("load", "r1", "b")]
 
 
-def test_a_retiring_instance_stays_when_nobody_waits_for_its_memory_any_more() -> None:
-    fleet = two_models_in_room_for_one()
-    fleet.use("r1", "a", leases=1, busy=5.0)
-    fleet.look(waiting("b"))
-    assert fleet.look() == [("keep", "r1", "a")]
-
-
 def test_a_busy_model_keeps_its_place_until_the_others_have_waited_as_long_as_it_would_cost() -> (
     None
 ):
@@ -166,14 +146,6 @@ def test_a_model_is_loaded_in_time_for_the_starvation_bound() -> None:
     fleet.ask("a", every=0.1)
     assert fleet.look(waiting("b", each=47.0)) == []
     assert fleet.look(waiting("b", each=48.0)) == [("unload", "r1", "a")]
-
-
-def test_a_model_just_loaded_stays_for_the_hysteresis() -> None:
-    fleet = two_models_in_room_for_one(hysteresis=10.0)
-    fleet.ready(("r1", "a"), since=fleet.now - 9.0)
-    assert fleet.look(waiting("b", 20, each=59.0)) == []
-    fleet.now += 1.0
-    assert fleet.look(waiting("b", 20, each=59.0)) == [("unload", "r1", "a")]
 
 
 @each_case(
@@ -276,24 +248,6 @@ def test_a_model_larger_than_every_host_is_never_loaded() -> None:
     assert fleet.look(waiting("huge", 9, each=100.0)) == []
 
 
-def test_an_endpoint_without_commands_holds_one_model() -> None:
-    fleet = Fleet()
-    fleet.node("swap", commanded=False)
-    for name in ("a", "b"):
-        fleet.model(name, None, "swap")
-    assert fleet.look(waiting("a")) == [("load", "swap", "a")]
-    fleet.end("swap", "a")
-    fleet.now += 20
-    assert fleet.look(waiting("b")) == [("unload", "swap", "a")]
-
-
-def test_a_node_that_is_down_gets_nothing() -> None:
-    fleet = Fleet()
-    fleet.node("r1", 10, usable=False)
-    fleet.model("a", 8, "r1")
-    assert fleet.look(waiting("a")) == []
-
-
 def test_a_failed_load_is_tried_elsewhere_and_there_only_when_it_is_due() -> None:
     fleet = Fleet()
     fleet.node("r1", 10)
@@ -306,21 +260,6 @@ def test_a_failed_load_is_tried_elsewhere_and_there_only_when_it_is_due() -> Non
     assert fleet.look(waiting("a")) == []
     fleet.now += 30
     assert fleet.look(waiting("a")) == [("load", "r1", "a")]
-
-
-def test_a_model_that_failed_takes_room_from_others_only_after_as_long_as_they_would_miss() -> None:
-    fleet = two_models_in_room_for_one(starvation=60.0)
-    fleet.ask("a", every=5.0)
-    fleet.change("r1", "b", failures=2, retry_at=fleet.now)
-    failed_at = fleet.now
-    while not fleet.look(waiting("b", each=50.0)):
-        fleet.now += 1.0
-        fleet.ask("a", every=5.0, lasting=1.0)
-    assert 30.0 < fleet.now - failed_at < 100.0
-    # What nobody asks for goes at once.
-    fleet = two_models_in_room_for_one()
-    fleet.change("r1", "b", failures=2, retry_at=fleet.now)
-    assert fleet.look(waiting("b")) == [("unload", "r1", "a")]
 
 
 def test_a_pinned_model_is_loaded_and_stays() -> None:
@@ -364,35 +303,6 @@ def test_two_models_that_wait_are_not_promised_the_same_memory() -> None:
     assert len(fleet.look(waiting("a"), waiting("b"))) == 1
 
 
-def test_a_look_compares_a_bounded_number_of_nodes_however_many_there_are() -> None:
-    fleet = Fleet()
-    models = [f"m{number}" for number in range(50)]
-    for number in range(1000):
-        fleet.node(f"r{number}", 24)
-        for model in models:
-            fleet.model(model, 8, f"r{number}")
-        fleet.ready(*((f"r{number}", models[(number + place) % 50]) for place in range(3)))
-    policy = fleet.policy
-    demands = [waiting(model, 3, each=5.0) for model in models]
-    for _ in range(4):
-        before = policy.evaluations
-        fleet.look(*demands)
-        assert policy.evaluations - before <= 40
-        assert policy.left
-
-
-def test_a_planned_load_that_begins_is_not_followed_by_another_in_the_same_look() -> None:
-    fleet = Fleet()
-    for name in ("r1", "r2"):
-        fleet.node(name, 10)
-    for name in ("a", "b", "c"):
-        fleet.model(name, 8, "r1", "r2")
-    fleet.ready(("r1", "a"), ("r2", "b"))
-    assert fleet.look(waiting("c")) == [("unload", "r1", "a")]
-    fleet.end("r1", "a")
-    assert fleet.look(waiting("c", each=1.0)) == [("load", "r1", "c")]
-
-
 def test_the_last_copy_of_a_model_in_much_use_stays_whatever_another_queue_would_save() -> None:
     for every, left in ((1.0, True), (60.0, False)):
         fleet = Fleet()
@@ -414,44 +324,6 @@ def test_free_memory_gets_a_copy_of_what_is_asked_for_most_before_its_queue_is_l
         fleet.ready(("r1", "a"))
         fleet.ask("a", every=4.0)
         assert fleet.look(waiting("a", 1)) == loads
-
-
-def test_the_copies_of_a_node_that_is_down_do_not_count_until_it_is_back() -> None:
-    fleet = Fleet(models={"a": rule(most=1)})
-    for name in ("r1", "r2"):
-        fleet.node(name, 10)
-    fleet.model("a", 8, "r1", "r2")
-    fleet.ready(("r1", "a"))
-    assert fleet.look(waiting("a", 50, each=9.0)) == []
-    fleet.node("r1", 10, usable=False)
-    fleet.node("r1", 10)
-    assert fleet.look(waiting("a", 50, each=9.0)) == []
-    fleet.node("r1", 10, usable=False)
-    assert fleet.look(waiting("a", 50, each=9.0)) == [("load", "r2", "a")]
-
-
-def test_a_removed_node_takes_its_models_and_plans_along() -> None:
-    fleet = two_models_in_room_for_one()
-    fleet.node("r2", 20)
-    fleet.model("b", 8, "r2", load_seconds=60.0)
-    assert fleet.look(waiting("b")) == [("unload", "r1", "a")]
-    fleet.policy.fleet.remove_node("r1")
-    assert fleet.look(waiting("b")) == [("load", "r2", "b")]
-
-
-def test_rates_follow_a_burst_and_its_end_but_no_chance() -> None:
-    rates = RequestRates()
-    for second in range(0, 3000, 10):
-        rates.note("a", float(second))
-    usual = rates.rate("a", 3000.0)
-    assert abs(usual - 0.1) < 0.02
-    rates.note("a", 3000.5)
-    assert abs(rates.rate("a", 3001.0) - usual) < 0.01
-    for place in range(60):
-        rates.note("a", 3001.0 + place * 0.5)
-    assert rates.rate("a", 3031.0) > 0.5
-    assert rates.rate("a", 3031.0 + 5 * FAST_SECONDS) < 0.05
-    assert rates.rate("unknown", 3000.0) == 0.0
 
 
 def test_a_model_makes_room_soon_after_its_callers_have_stopped() -> None:

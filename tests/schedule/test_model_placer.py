@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.nodes.lifecycle import ProbeAnswer
 from gateway.nodes.node import NodeState
 from gateway.nodes.router import LoadPhase
 from tests.emulator.recorded_router import RecordedRouter
@@ -72,13 +71,6 @@ async def test_a_model_is_loaded_once_for_all_that_wait_for_it(tmp_path: Path) -
 
 
 @in_virtual_time
-async def test_a_rule_may_name_a_model_by_any_of_its_public_names(tmp_path: Path) -> None:
-    rules = {**QUICK, "models": {"y": {"replicas": {"min": 1}}}}
-    async with placed(tmp_path, router(), settings=rules, model={"x": "a", "y": "a"}) as running:
-        await until(lambda: phase(running, "r1/a") is LoadPhase.READY, 30.0)
-
-
-@in_virtual_time
 async def test_a_refused_load_is_the_pair_s_failure_and_the_request_goes_elsewhere(
     tmp_path: Path,
 ) -> None:
@@ -112,25 +104,6 @@ async def test_a_model_that_no_node_loads_is_answered_with_the_reason(tmp_path: 
         assert again.status_code == 503
         assert (await ask(running, "b")).status_code == 200
         assert one.models["a"].loads == 1
-
-
-@in_virtual_time
-async def test_a_model_without_room_beside_what_is_pinned_is_answered_with_the_reason(
-    tmp_path: Path,
-) -> None:
-    settings = {**QUICK, "retries": {"wait_for_node": 5}}
-    async with placed(tmp_path, router(), settings=settings) as running:
-        fleet = running.gateway.fleet
-        fleet.pin_model(fleet.nodes["r1/b"], pinned=True)
-        await until(lambda: phase(running, "r1/b") is LoadPhase.READY, 30.0)
-        began = running.gateway.clock()
-        refused = await ask(running, "a")
-        assert 5.0 <= running.gateway.clock() - began < 8.0
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_node")
-        assert "r1 holds 1 models at most" in refused.json()["error"]["message"]
-        assert "Unpin or unload another one" in refused.json()["error"]["message"]
-        fleet.pin_model(fleet.nodes["r1/b"], pinned=False)
-        assert (await ask(running, "a")).status_code == 200
 
 
 @in_virtual_time
@@ -203,24 +176,6 @@ async def test_a_model_whose_server_hangs_gets_no_new_requests_and_is_loaded_els
 
 
 @in_virtual_time
-async def test_a_model_whose_server_hangs_since_an_outage_of_its_router_is_ended_as_well(
-    tmp_path: Path,
-) -> None:
-    one = router()
-    async with placed(tmp_path, one) as running:
-        assert (await ask(running, "a")).status_code == 200
-        fleet = running.gateway.fleet
-        one.models["a"].node.faults.set("hang", path="*")
-        for name in ("r1", "r1/a"):
-            refused = ProbeAnswer.CONNECTION_REFUSED
-            fleet.request_answered(fleet.nodes[name], refused, "nothing listened for a moment")
-            assert fleet.nodes[name].state is NodeState.DOWN
-        await until(lambda: fleet.nodes["r1/a"].state is NodeState.UNLOADED, 60.0)
-        assert fleet.nodes["r1"].state is NodeState.READY
-        assert one.asked[UNLOAD] == 1
-
-
-@in_virtual_time
 async def test_others_requests_are_waited_for_before_an_unload(tmp_path: Path) -> None:
     one = router()
     async with placed(tmp_path, one) as running:
@@ -253,16 +208,3 @@ async def test_after_a_hand_over_only_what_waits_here_is_loaded(tmp_path: Path) 
         assert (await ask(running, "b")).status_code == 200
         await asyncio.sleep(5.0)
         assert phase(running, "r1/a") is LoadPhase.UNLOADED
-
-
-@in_virtual_time
-async def test_a_router_that_may_not_be_commanded_is_used_as_it_is(tmp_path: Path) -> None:
-    one = router()
-    settings = {**QUICK, "retries": {"wait_for_node": 5}}
-    async with placed(tmp_path, one, settings=settings, models_on_demand=False) as running:
-        began = running.gateway.clock()
-        assert (await ask(running, "a")).status_code == 503
-        assert running.gateway.clock() - began < 7.0
-        one._load_now("b")
-        assert (await ask(running, "b")).status_code == 200
-        assert one.asked[LOAD] == one.asked[UNLOAD] == 0

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gateway.schedule.core import requests
 from gateway.schedule.core.dispatcher import DispatchRules
@@ -16,37 +13,12 @@ from gateway.schedule.core.requests import (
     DEFAULT_COMPLETION_TOKENS,
     MOST_PENALTY_SECONDS,
     MOST_TOKENS_PER_REQUEST,
-    NodeSlots,
-    QueuedRequest,
     spread_reserve,
 )
 from gateway.terms import Priority
 from tests.each_case import each_case
 from tests.schedule.build import a_request, a_scheduler, lease_at_once, node
 from tests.schedule.queue_simulation import QueueSimulation
-
-
-def test_a_removed_row_leaves_its_candidate_sets_and_its_index_is_reused() -> None:
-    sim = QueueSimulation((1, 1))
-    first, second = sim.rows
-    running = sim.fill()
-    sim.state.remove(first)
-    assert sim.candidates.rows == (second,)
-    new = sim.state.add("new", total=1)
-    assert new.index == first.index
-    assert new not in sim.candidates.rows
-    for placement in running:
-        sim.finish(placement, 1.0)
-    assert first.ours == 0
-    assert new.free == 1
-
-
-def test_a_slotless_request_that_decodes_slows_nothing_down() -> None:
-    sim = QueueSimulation((2,))
-    sim.arrive(slots=0, completion_tokens=5.0)
-    [row] = sim.rows
-    row.set_speed(100.0, 0.1, 0.1)
-    assert (row.decoding, row.busy, row.decode_slowdown) == (1, 0, 0.0)
 
 
 def test_a_burst_on_a_crowded_row_moves_the_ends_of_all_only_now_and_then(
@@ -77,52 +49,6 @@ def test_a_burst_on_a_crowded_row_moves_the_ends_of_all_only_now_and_then(
     assert ends[0] == pytest.approx(ends[1], rel=0.03)
     assert moves[1] == 900
     assert moves[0] < 120
-
-
-Change = Callable[[QueueSimulation, NodeSlots, QueuedRequest], object]
-
-
-def figures_of(row: NodeSlots) -> list[object]:
-    """What those see that ask for the row's figures."""
-    figures = row.figures or row.take_figures()
-    speed, work = figures.speed, figures.work
-    return [
-        figures.total, figures.pool, speed.measured, speed.prefill_tps, speed.token_base,
-        speed.token_step, speed.penalty, speed.wake, work.busy, work.running, work.ends_sum,
-        work.prefill_until, work.decode_slowdown, work.pool_used,
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda sim, row, _: row.set_slots(5, 5, 0),
-        lambda sim, row, _: row.set_slots(4, 4, 1),
-        lambda sim, row, _: row.set_speed(200.0, 0.2, 0.02),
-        lambda sim, row, _: row.set_learnt(1, 1.0, measured=False),
-        lambda sim, row, _: row.set_penalty(5.0),
-        lambda sim, row, _: row.set_penalty(0.0, wake=5.0),
-        lambda sim, row, _: row.set_pool(9000, 0),
-        lambda sim, row, _: row.set_pool(8000, 70),
-        lambda sim, row, _: sim.arrive(),
-        lambda sim, row, one: one.row.prefill_done(one, 0.5),
-        lambda sim, row, one: sim.finish(one, 0.5),
-    ],
-)
-def test_the_figures_of_a_row_are_made_anew_after_each_change(change: Change) -> None:
-    sim = QueueSimulation((4,))
-    [row] = sim.rows
-    row.set_speed(100.0, 0.1, 0.01)
-    row.set_pool(8000, 0)
-    placement = sim.placed()
-    before = figures_of(row)
-    change(sim, row, placement)
-    assert figures_of(row) != before
-    assert figures_of(row) == [
-        row.total, row.pool, row.measured, row.prefill_tps, row.token_base, row.token_step,
-        row.penalty, row.wake, row.busy, len(row.running), row.ends_sum, row.prefill_until,
-        row.decode_slowdown, round(row.pool_reserved) + row.pool_foreign,
-    ]  # fmt: skip
 
 
 @each_case("nonsense", [math.nan, math.inf, -math.inf, 0.0, -5.0, 1e300])
@@ -186,15 +112,6 @@ def test_the_reserve_is_whole_nodes_where_they_fit(
     assert spread_reserve(share, totals) == reserve
 
 
-@given(st.floats(0.0, 1.0), st.lists(st.integers(0, 9), max_size=8))
-def test_the_reserve_is_the_share_that_is_asked_for_and_leaves_one_slot(
-    share: float, totals: list[int]
-) -> None:
-    reserve = spread_reserve(share, totals)
-    assert all(0 <= slots <= total for slots, total in zip(reserve, totals, strict=True))
-    assert sum(reserve) == min(int(share * sum(totals) + 1e-9), max(0, sum(totals) - 1))
-
-
 @pytest.mark.parametrize("nodes", [4, 80])
 def test_others_go_to_the_reserved_nodes_as_nobody_holds_them_up_there(nodes: int) -> None:
     sim = QueueSimulation((3,) * nodes, DispatchRules(batch_reserve=0.5))
@@ -222,41 +139,6 @@ def test_a_wide_request_takes_a_reserved_node_only_where_no_other_is_wide_enough
     assert batch_on(wide, slots=3) == ["node-0"]
     narrow = QueueSimulation((4, 4, 4), DispatchRules(batch_reserve=0.4))
     assert batch_on(narrow, slots=3) == ["node-1", "node-2"]
-
-
-def test_when_the_reserved_node_is_gone_another_is_reserved() -> None:
-    sim = QueueSimulation((2,) * 4, DispatchRules(batch_reserve=0.34))
-    sim.rows[0].set_slots(2, 0, 0, alive=False)
-    assert batch_on(sim) == ["node-2", "node-2", "node-3", "node-3"]
-    sim.rows[0].set_slots(2, 2, 0, alive=True)
-    assert [one.row.name for one in sim.match(1.0)] == ["node-1"]
-    assert sim.rows[0].kept_from_batch
-
-
-def test_batch_does_not_wait_for_the_cache_of_a_reserved_node() -> None:
-    sim = QueueSimulation((1, 1), DispatchRules(batch_reserve=0.5))
-    sim.arrive(excluded={1})
-    placement = sim.placed(priority=BATCH, prompt_tokens=5000.0, cached={0: 4999.0})
-    assert placement.row is sim.rows[1]
-
-
-def test_the_predicted_wait_of_batch_leaves_out_reserved_nodes() -> None:
-    sim = QueueSimulation((1, 1), DispatchRules(batch_reserve=0.5))
-    sim.arrive(prompt_tokens=1.0, completion_tokens=10.0)
-    sim.arrive(prompt_tokens=1.0, completion_tokens=500.0, priority=BATCH)
-    waits = sim.dispatcher.predicted_wait(sim.request(priority=BATCH), 0.0)
-    assert waits == pytest.approx(50.0, rel=0.1)
-
-
-async def test_nodes_of_other_models_have_a_reserve_of_their_own() -> None:
-    rules = {"batch": {"reserve_slots": 0.5}}
-    nodes = [node(name, models=(model,)) for name, model in zip("abcd", "xxyy", strict=True)]
-    scheduler = a_scheduler(*nodes, classes=rules)
-    for model in "xy":
-        room = scheduler.batch_room((model,), 0.0)
-        assert (room.slots, room.free) == (2, 2)
-    leases = [lease_at_once(scheduler, a_request("y", priority=BATCH)) for _ in range(2)]
-    assert {lease.node.name for lease in leases} == {"d"}
 
 
 async def test_each_pool_has_a_reserve_of_its_own() -> None:

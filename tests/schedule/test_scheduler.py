@@ -8,19 +8,17 @@ from typing import Any
 import pytest
 import structlog
 
-from gateway import errors
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.lease import LeaseRequest
 from gateway.nodes.node import Node, NodeState
 from gateway.nodes.server_properties import ServerProperties
 from gateway.nodes.speed import sample_from_timings
-from gateway.schedule.scheduler import MOST_PLACED_BY_TOKENS, Scheduler
+from gateway.schedule.scheduler import Scheduler
 from gateway.terms import Priority
-from tests.calls import count_calls
 from tests.each_case import each_case
 from tests.lease_requests import learn
-from tests.nodes.build import Clock, learn_timings, take
+from tests.nodes.build import Clock, learn_timings
 from tests.schedule.build import (
     CALLER,
     a_request,
@@ -89,22 +87,6 @@ async def test_a_wide_request_is_not_starved_by_narrow_ones() -> None:
     assert [task.done() for task in narrow] == [True, True, False, False]
 
 
-async def test_when_a_wide_request_leaves_its_reserved_slots_are_free() -> None:
-    one = node(slots=2)
-    scheduler = a_scheduler(one)
-    running = [await start_lease(scheduler, a_request()) for _ in range(2)]
-    request = a_request(slots=2)
-    wide = await start_lease(scheduler, request)
-    narrow = await start_lease(scheduler, a_request())
-    running[0].result()[0].release()
-    await settle()
-    assert not narrow.done()
-    assert scheduler.refuse(request.id, errors.node_failed("cancelled"))
-    await settle()
-    assert refusal(wide).code == "node_failed"
-    assert narrow.done()
-
-
 def unprobed() -> Node:
     silent = node("b", models=(), state=NodeState.STARTING)
     silent.probe_history.probed = silent.probe_history.up = False
@@ -130,12 +112,6 @@ async def test_what_no_node_serves_is_refused_with_a_reason_and_advice_to_wait_i
     assert error.retryable is (status != 501)
 
 
-async def test_only_a_node_that_is_wide_enough_gets_a_wide_request() -> None:
-    for _ in range(20):
-        scheduler = a_scheduler(node(slots=2), node("b", slots=3))
-        assert lease_at_once(scheduler, a_request(slots=3)).node.name == "b"
-
-
 async def test_a_list_of_models_means_the_first_that_can_serve() -> None:
     first, second = node("a", slots=1, models=("x",)), node("b", slots=1, models=("y",))
     scheduler = a_scheduler(first, second)
@@ -148,33 +124,6 @@ async def test_a_list_of_models_means_the_first_that_can_serve() -> None:
     scheduler.capacity_changed()
     await settle()
     assert waiting.result()[1] == "y"
-
-
-async def test_an_admitted_request_is_not_refused_by_a_full_queue() -> None:
-    failing, busy = node("a", slots=1), node("b", slots=1)
-    scheduler = a_scheduler(failing, busy, queue={"max": 0})
-    early = a_request()
-    held = take(busy)
-    task = await start_lease(scheduler, early, failed_on("a"))
-    assert not task.done()
-    held.release()
-    await settle()
-    assert task.result()[0].node is busy
-
-
-async def test_a_retry_that_goes_first_has_nobody_ahead() -> None:
-    clock = Clock()
-    one = node(clock=clock, slots=1)
-    scheduler = a_scheduler(one)
-    for _ in range(10):
-        scheduler.completion_rate.completed(scheduler.clock())
-        clock.passes(5.0)
-    early = a_request(time_limit=13.0)
-    await take_lease(scheduler, a_request())
-    for _ in range(5):
-        await start_lease(scheduler, a_request())
-    retry = await start_lease(scheduler, early, age=1.0)
-    assert not retry.done()
 
 
 @in_virtual_time
@@ -235,32 +184,6 @@ async def test_the_place_in_the_queue_is_told_by_the_requests_id() -> None:
     assert place.position == 1
 
 
-@in_virtual_time
-async def test_a_node_on_trial_is_worth_the_ordinary_wait() -> None:
-    one = node(state=NodeState.EJECTED)
-    one.circuit.trial = object()
-    scheduler = a_scheduler(one, clock=now, retries={"wait_for_node": 0.05})
-    waiting = asyncio.create_task(take_lease(scheduler, a_request()))
-    await asyncio.sleep(0)
-    (waiter,) = scheduler.waiters
-    setattr(waiter, "nodes_down_since", now() - 1.0)  # noqa: B010 - mypy would not forget it
-    scheduler.check_all()
-    assert waiter.nodes_down_since is None
-    one.circuit.trial = None
-    with pytest.raises(GatewayError) as raised:
-        await waiting
-    assert raised.value.code == "no_node"
-
-
-@in_virtual_time
-async def test_when_no_node_returns_the_error_is_no_node() -> None:
-    scheduler = a_scheduler(node(state=NodeState.DOWN), clock=now, retries={"wait_for_node": 0.05})
-    with pytest.raises(GatewayError) as raised:
-        await take_lease(scheduler, a_request())
-    assert (raised.value.status, raised.value.code) == (503, "no_node")
-    assert raised.value.retry_after
-
-
 async def test_a_mute_node_is_worth_the_ordinary_wait() -> None:
     one = node(state=NodeState.MUTE)
     clock = Clock()
@@ -305,12 +228,6 @@ async def test_when_the_last_node_is_removed_waiting_requests_are_refused() -> N
     scheduler.check_all()
     await settle()
     assert refusal(task).code == "model_not_found"
-
-
-async def test_the_only_node_is_tried_again() -> None:
-    scheduler = a_scheduler(node("a"))
-    lease, _ = await take_lease(scheduler, a_request(), failed_on("a"))
-    assert lease.node.name == "a"
 
 
 async def test_a_node_that_refused_the_request_is_not_tried_again() -> None:
@@ -378,39 +295,7 @@ async def test_after_close_nothing_waits_and_nothing_is_granted() -> None:
     assert scheduler._match_handle is None
 
 
-async def test_a_full_queue_is_matched_with_little_work() -> None:
-    nodes = [node(f"n{i}", slots=2) for i in range(50)]
-    scheduler = a_scheduler(*nodes)
-    leases = [(await take_lease(scheduler, a_request()))[0] for _ in range(100)]
-    tasks = [await start_lease(scheduler, a_request(prompt_tokens=i)) for i in range(256)]
-
-    def free_all() -> None:
-        for lease in leases:
-            lease.release()
-            scheduler.match()
-
-    each = count_calls(free_all) / len(leases)
-    assert sum(task.done() for task in tasks) <= 100
-    assert each < 1_500, f"{each:.0f} calls for each slot that came free"
-
-
 # Any order of events.
-
-
-async def test_a_prefill_shorter_than_predicted_brings_the_expected_start_forward() -> None:
-    only = node(slots=1)
-    clock = Clock()
-    scheduler = a_scheduler(only, clock=clock)
-    long = a_request(prompt_tokens=100_000, exact_tokens=100_000, max_tokens=10, stream=True)
-    lease, _ = await take_lease(scheduler, long)
-    await start_lease(scheduler, a_request())
-    before = scheduler.queue_positions()[0].expected_seconds
-    assert before is not None
-    clock.now += 1.0
-    lease.content_received(clock())
-    after = scheduler.queue_positions()[0].expected_seconds
-    assert after is not None
-    assert after < before
 
 
 async def test_a_prompt_that_cannot_be_read_in_time_is_refused_though_a_slot_is_free() -> None:
@@ -432,31 +317,6 @@ async def test_a_prompt_that_cannot_be_read_in_time_is_refused_though_a_slot_is_
     assert refused.value.retry_after is not None
     patient = a_request(prompt_tokens=3000, exact_tokens=3000, max_tokens=10, time_limit=60.0)
     assert scheduler.lease_now(patient) is not None
-
-
-async def test_a_prompt_that_is_refused_for_its_deadline_reserves_nothing() -> None:
-    cpu, gpu = node("a", slots=1), node("b", slots=1, tier="gpu")
-    scheduler = a_scheduler(cpu, gpu, hybrid={"spill": {"share": 1, "after": 0}})
-    for one in (cpu, gpu):
-        learn_timings(
-            one.speed,
-            {"prompt_n": 3000, "prompt_ms": 30_000.0, "predicted_n": 9, "predicted_ms": 9},
-        )
-    scheduler.capacity_changed()
-    await take_lease(scheduler, a_request())
-    late = a_request(prompt_tokens=3000, exact_tokens=3000, max_tokens=10, time_limit=0.5)
-    with pytest.raises(GatewayError, match="Reading this prompt"):
-        scheduler.lease_now(late)
-    assert running_spills(scheduler) == 0
-    patient = a_request(prompt_tokens=3000, exact_tokens=3000, max_tokens=10, time_limit=600.0)
-    assert scheduler.lease_now(patient) is not None
-    assert running_spills(scheduler) == 1
-
-
-def running_spills(scheduler: Scheduler) -> object:
-    view = scheduler.tier_policy.view(scheduler.clock())["spill"]
-    assert isinstance(view, dict)
-    return view["running"]
 
 
 READ = {"prompt_n": 3000, "prompt_ms": 30_000.0}
@@ -508,19 +368,6 @@ async def test_a_burst_is_refused_by_prediction_only_with_measured_speeds(
         assert scheduler.dispatcher.waiting == 44, "one caller gets all places but a reserve"
 
 
-async def test_the_completion_rate_of_a_bursts_first_answers_refuses_nobody() -> None:
-    clock = Clock()
-    scheduler = a_scheduler(node(slots=4), clock=clock, queue={"max": 50, "max_wait": 120})
-    for _ in range(3):
-        scheduler.completion_rate.completed(clock())
-        clock.passes(20.0)
-    tasks = await start_burst(scheduler, 40)
-    assert not any(task.done() and task.exception() is not None for task in tasks)
-    scheduler.completion_rate.completed(clock())
-    late = await start_burst(scheduler, 2)
-    assert {refusal(task).code for task in late} <= {"queue_full", "queue_timeout"}
-
-
 def pooled(slots: int, context: int) -> Node:
     return node(slots=slots, kv="shared", context=context)
 
@@ -548,23 +395,6 @@ async def test_a_request_that_has_come_to_need_most_of_a_pool_is_not_passed_over
         lease.release()
         await settle()
     assert grows.done()
-
-
-async def test_one_turn_of_the_loop_matches_a_few_requests_by_tokens_and_the_next_others() -> None:
-    scheduler = a_scheduler(pooled(slots=32, context=3200))
-
-    def small() -> LeaseRequest:
-        return a_request(exact_tokens=60, max_tokens=20)
-
-    leases = [(await take_lease(scheduler, small()))[0] for _ in range(32)]
-    tasks = [await start_lease(scheduler, small()) for _ in range(32)]
-    for lease in leases:
-        lease.release()
-    scheduler.match()
-    assert scheduler.dispatcher.waiting == 32 - MOST_PLACED_BY_TOKENS
-    assert scheduler.lease_now(small()) is None
-    await settle()
-    assert all(task.done() for task in tasks)
 
 
 # Leases and their records.

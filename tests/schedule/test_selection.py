@@ -9,16 +9,13 @@ from typing import Any
 import pytest
 
 from gateway.schedule.candidates import HOPE_AWAITED, HOPE_GUESSED, HOPE_UNKNOWN
-from gateway.schedule.core.dispatcher import DispatchRules
-from gateway.schedule.core.requests import EXPLORING_REQUESTS, MOST_COMPARED_ROWS, AvailableRows
+from gateway.schedule.core.requests import EXPLORING_REQUESTS, MOST_COMPARED_ROWS
 from gateway.schedule.core.selection import (
-    POLICIES,
     CostColumns,
     LeastFinish,
     available_rows,
     compare,
     cost_of_figures,
-    explore,
     row_cost,
     row_cost_after,
     row_costs,
@@ -36,53 +33,9 @@ def chosen(sim: QueueSimulation, count: int, **options: Any) -> Counter[str]:
     return names
 
 
-def test_a_policy_that_does_not_exist_is_an_error() -> None:
-    with pytest.raises(KeyError):
-        QueueSimulation(rules=DispatchRules(policy="best"))
-
-
-def test_least_finish_prefers_the_fast_node_until_it_is_slower() -> None:
-    sim = QueueSimulation((4, 4), speeds=(300.0, 100.0))
-    names = chosen(sim, 4)
-    assert names["node-0"] > names["node-1"]
-
-
 def test_least_finish_breaks_ties_at_random() -> None:
     found = {next(iter(chosen(QueueSimulation((1,) * 4, seed=seed), 1))) for seed in range(40)}
     assert len(found) == 4
-
-
-def test_least_loaded_goes_by_slots_alone() -> None:
-    sim = QueueSimulation((4, 2), DispatchRules(policy="least_loaded"), speeds=(1.0, 1e6))
-    assert chosen(sim, 3) == {"node-0": 2, "node-1": 1}
-
-
-def test_round_robin_takes_every_node_in_turn() -> None:
-    sim = QueueSimulation((3, 3, 3), DispatchRules(policy="round_robin"))
-    order = [next(iter(chosen(sim, 1))) for _ in range(6)]
-    assert order == ["node-0", "node-1", "node-2"] * 2
-
-
-def test_prefix_hash_sends_equal_prefixes_to_one_node_and_on_when_it_is_full() -> None:
-    sim = QueueSimulation((2, 2, 2, 2), DispatchRules(policy="prefix_hash"))
-    names = chosen(sim, 4, affinity_hash=12345)
-    assert sorted(names.values()) == [2, 2]
-    again = chosen(
-        QueueSimulation((2, 2, 2, 2), DispatchRules(policy="prefix_hash")), 4, affinity_hash=12345
-    )
-    assert again == names
-
-
-def test_prefix_hash_spreads_different_prefixes() -> None:
-    sim = QueueSimulation((1,) * 8)
-    rng = random.Random(1)
-    policy = POLICIES["prefix_hash"](sim.state)
-    available = AvailableRows(sim.rows, sim.candidates, 0)
-    counts: Counter[str] = Counter()
-    for _ in range(2000):
-        row = policy.choose(available, sim.request(affinity_hash=rng.getrandbits(63)), 0.0, rng)
-        counts[row.name] += 1
-    assert min(counts.values()) > 150
 
 
 @each_case("nodes", [1, 3, 8, 9, 40, 64, 300])
@@ -109,20 +62,6 @@ def test_a_comparison_has_the_chosen_row_and_a_bounded_number_of_the_best(nodes:
     kept = [cost_of_figures(found, one, 400, 80) for one in (found.chosen, *found.others)]
     assert kept[0] == pytest.approx(costs[0])
     assert sorted(kept) == pytest.approx(costs[: len(kept)])
-
-
-def test_a_comparison_after_another_request_was_compared_is_not_mixed_up_with_it() -> None:
-    sim = QueueSimulation((1,) * 20)
-    policy = LeastFinish(sim.state)
-    rng = random.Random(1)
-    first = sim.request(cached=dict.fromkeys(range(10), 90.0))
-    second = sim.request(cached=dict.fromkeys(range(10, 20), 90.0))
-    available = available_rows(sim.state, first)
-    assert available is not None
-    row = policy.choose(available, first, 0.0, rng)
-    policy.choose(available, second, 0.0, rng)
-    found = compare(available, first, row, policy, 0.0)
-    assert {found.own_figures(one).cached for one in found.others} == {90.0}
 
 
 WARM = {"prompt_tokens": 1600.0, "completion_tokens": 40.0}
@@ -190,27 +129,6 @@ def test_a_calibrated_node_is_explored_only_if_it_is_faster() -> None:
         assert explored(sim).total() == count, speed
 
 
-def test_the_more_nodes_are_known_the_fewer_requests_explore() -> None:
-    sim = QueueSimulation((2,) * 101)
-    sim.rows[100].set_learnt(0, HOPE_UNKNOWN, measured=False)
-    # About one of twelve requests explores.
-    assert explored(sim, 4).total() < EXPLORING_REQUESTS
-    assert explored(sim, 200).total() <= EXPLORING_REQUESTS
-
-
-def test_the_figures_of_an_exploring_request_say_why_it_went_there() -> None:
-    sim = QueueSimulation((2, 2))
-    unknown(sim)
-    queued = sim.request(cached={0: 1500.0}, **WARM)
-    available = available_rows(sim.state, queued)
-    assert available is not None
-    row = explore(available, queued, sim.rows[0], 0.0, random.Random(1))
-    assert row is sim.rows[1]
-    found = compare(available, queued, row, LeastFinish(sim.state), 0.0)
-    least = cost_of_figures(found, found.others[0], 1600.0, 40.0)
-    assert cost_of_figures(found, found.chosen, 1600.0, 40.0) == pytest.approx(least)
-
-
 @each_case(
     ("completion", "cached", "cost"),
     [(30, {}, 2.0 + 3.0), (10, {0: 150.0}, 0.5 + 1.0), (10, {0: 200.0}, 0.01 + 1.0)],
@@ -236,31 +154,6 @@ def test_a_neighbour_adds_its_own_delay_and_the_one_it_causes() -> None:
     stall, slowdown = 2.0, 5.0 * 0.05 / 0.1
     assert row_cost(row, queued, 0.0) == pytest.approx(
         delay + prefill + decoding + stall + slowdown
-    )
-
-
-def test_prefill_only_requests_wait_for_each_other_and_slow_no_decoding() -> None:
-    sim = QueueSimulation((4,))
-    row = sim.rows[0]
-    row.set_speed(100.0, 0.1, 0.05)
-    first = sim.placed(prompt_tokens=100, completion_tokens=1)
-    second = sim.placed(prompt_tokens=100, completion_tokens=1)
-    assert (first.prefill_ends, second.prefill_ends) == pytest.approx((1.0, 2.0))
-    assert first.ends == pytest.approx(1.1)
-    assert row.ends_sum == pytest.approx(first.ends + second.ends)
-    assert row.decode_slowdown == 0.0
-    second.row.end(second, 0.5)
-    assert row.prefill_until == pytest.approx(1.0)
-    assert row.ends_sum == pytest.approx(first.ends)
-    writer = sim.placed(prompt_tokens=100, completion_tokens=40)
-    assert row.decode_slowdown > 0.0
-    writer.row.end(writer, 0.5)
-    first.row.end(first, 1.0)
-    assert (row.decode_slowdown, row.decoding, row.ends_sum, row.prefill_until) == (
-        0.0,
-        0,
-        0.0,
-        0.0,
     )
 
 
@@ -320,14 +213,3 @@ def test_kept_figures_give_the_cost_by_which_the_row_was_chosen() -> None:
                 assert cost_of_figures(
                     found, figures, queued.prompt_tokens, queued.completion_tokens
                 ) == pytest.approx(costs[figures.name], rel=1e-12)
-
-
-def test_the_rows_of_the_least_cost_are_found_at_once_in_a_large_fleet() -> None:
-    rng = random.Random(6)
-    sim = QueueSimulation((1,) * 200)
-    for row in sim.rows:
-        row.set_speed(rng.uniform(50, 500), rng.uniform(0.02, 0.2), 0.0)
-    queued = sim.request(prompt_tokens=700, completion_tokens=60, cached={7: 600.0})
-    found = CostColumns(sim.state).least_costs(sim.candidates, queued, 0.0, 8)
-    costs = sorted(row_cost(row, queued, 0.0) for row in sim.rows)
-    assert sorted(row_cost(row, queued, 0.0) for row in found) == pytest.approx(costs[:8])

@@ -149,14 +149,6 @@ def test_a_request_waits_for_a_full_gpu_only_where_that_surely_finishes_sooner(
     assert route(hybrid(wait=wait), Priority.PREMIUM, gpu, cpu).fallback_delay == delay
 
 
-def test_requests_of_other_classes_earn_no_share() -> None:
-    rules = hybrid(**spill(share=0.5))
-    for _ in range(50):
-        route(rules, Priority.PREMIUM, FREE, BUSY)
-        route(rules, Priority.BATCH, FREE, BUSY)
-    assert route(rules, Priority.NORMAL, FREE, BUSY, arrived=False).tiers == ("cpu",)
-
-
 def test_spending_survives_a_reload_that_switches_spill_over_off_and_on() -> None:
     on = HybridSettings.model_validate({"spill": {"money_per_hour": 1.0}})
     rules = TierPolicy(on)
@@ -174,21 +166,6 @@ def test_spending_survives_a_reload_that_switches_spill_over_off_and_on() -> Non
     rules.configure(on)
     assert route(rules, Priority.NORMAL, FREE, BUSY, now=11.0).tiers == ("cpu",)
     assert route(rules, Priority.NORMAL, FREE, BUSY, now=3611.0).tiers == ("gpu",)
-
-
-def test_the_state_of_the_budget_is_shown() -> None:
-    assert hybrid().view(0.0) == {"gpu_first": ["urgent", "premium"], "spill": None}
-    rules = hybrid(spill={"money_per_hour": 2.0, "window": "30m"})
-    route(rules, Priority.NORMAL, FREE, BUSY, most=0.5)
-    shown = rules.view(0.0)["spill"]
-    assert isinstance(shown, dict)
-    assert (shown["requests"], shown["running"]) == (1, 1)
-    assert (shown["reserved"], shown["money"], shown["paid"]) == (0.5, 1.0, 0.0)
-    boundless = hybrid(**SPILL)
-    route(boundless, Priority.NORMAL, FREE, BUSY, most=math.inf)
-    unbounded = boundless.view(0.0)["spill"]
-    assert isinstance(unbounded, dict)
-    assert (unbounded["reserved"], unbounded["money"]) == (None, None)
 
 
 def _running(rules: TierPolicy) -> object:
@@ -216,18 +193,6 @@ def reserved(budget: SpillBudget, now: float, most: float = 1.0) -> SpillReserva
 
 
 # Admission.
-
-
-@each_case(("share", "spilled"), [(0.1, 10), (1.0, 100)])
-def test_the_share_of_the_requests_that_may_spill(share: float, spilled: int) -> None:
-    budget = a_budget(share=share)
-    let_in = 0
-    for number in range(100):
-        budget.arrived(number * 0.1)
-        if (reservation := budget.reserve(number * 0.1, math.inf)) is not None:
-            reservation.settle(0.0, happened=True, now=number * 0.1)
-            let_in += 1
-    assert let_in == spilled
 
 
 def test_money_is_reserved_before_and_settled_after_the_request() -> None:
@@ -559,20 +524,6 @@ async def test_premium_falls_back_to_the_cpu_while_the_gpu_is_full(tmp_path: Pat
         assert (second.status, second.tier, second.fallback) == (200, "cpu", "gpu_full")
         assert (await first).tier == "gpu"
         assert gpu.peak == 1
-
-
-@in_virtual_time
-async def test_a_gpu_that_is_down_is_named_as_the_fallback_reason(tmp_path: Path) -> None:
-    async with a_site(tmp_path, Endpoint(), [a_cpu()]) as site:
-        await site.gpu.kill()
-        await until(lambda: site.running.gateway.fleet.nodes["gpu"].state.value == "down")
-        answer = await site.ask("premium")
-        assert (answer.status, answer.tier, answer.fallback) == (200, "cpu", "gpu_down")
-        (grant,) = site.running.gateway.scheduler.decision_log.grants
-        assert (grant.tier, grant.fallback) == ("cpu", "gpu_down")
-        await site.gpu.open()
-        await until(lambda: site.running.gateway.fleet.nodes["gpu"].state.value == "ready")
-        assert (await site.ask("premium")).tier == "gpu"
 
 
 @pytest.mark.slow

@@ -8,8 +8,6 @@ from collections import Counter
 import pytest
 
 from gateway.schedule.core.requests import (
-    LEAST_UNCACHED_TOKENS,
-    WARM_ROWS_PER_REQUEST,
     PlacementState,
     QueuedRequest,
 )
@@ -20,7 +18,6 @@ from gateway.schedule.core.wait_queue import (
     VirtualTokenCounters,
     WaitForecast,
     WaitQueue,
-    prospects,
 )
 from gateway.terms import Priority
 from tests.schedule.queue_simulation import QueueSimulation
@@ -41,33 +38,6 @@ def test_requests_go_by_class_and_then_by_age() -> None:
         (running,) = sim.finish(running, now)
         order.append(running)
     assert order == [urgent, early, late]
-
-
-def test_a_request_that_leaves_leaves_nothing_behind() -> None:
-    sim = QueueSimulation((1,))
-    queue = WaitQueue()
-    level = queue.levels[Priority.NORMAL]
-    requests = [sim.request(fairness_key=f"{i % 2}", cached={0: 50.0}) for i in range(6)]
-    for queued in requests:
-        queue.add(queued, 0.0)
-    assert set(queue.warm_for_row(0)) == set(requests)
-    for queued in requests[::-1]:
-        queue.remove(queued)
-        assert queued.account is None
-    assert queue.count == 0
-    assert not queue.warm_for_row(0)
-    assert not level.fifos
-    assert not level.counters.by_counter
-    assert [sum(tokens) for tokens in sim.candidates.queued_tokens] == [0.0, 0.0]
-
-
-def test_the_warmest_rows_are_those_that_have_or_will_have_most_cached() -> None:
-    sim = QueueSimulation()
-    cached = {i: float(i) for i in range(20)}
-    queued = sim.request(cached=cached, pending={3: 100.0, 30: 50.0})
-    queued.find_warmest_rows()
-    assert queued.warmest_rows[:2] == (3, 30)
-    assert len(queued.warmest_rows) == WARM_ROWS_PER_REQUEST
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -150,48 +120,3 @@ def test_an_output_token_costs_what_the_fleet_measures_within_bounds(
     forecast = WaitForecast(state, WaitQueue())
     forecast.refresh_if_due(0)
     assert forecast.token_weight == pytest.approx(weight)
-
-
-def test_what_some_node_has_cached_is_no_work() -> None:
-    sim = QueueSimulation()
-    sim.fill()
-    left: dict[float, dict[int, float]] = {
-        100.0: {}, 40.0: {0: 30.0, 1: 60.0}, LEAST_UNCACHED_TOKENS: {0: 100.0}
-    }  # fmt: skip
-    for uncached, cached in left.items():
-        queued, _ = sim.arrive(cached=cached)
-        assert queued.work_tokens == (uncached, 10.0)
-
-
-def test_nobody_waits_while_nothing_runs() -> None:
-    sim = QueueSimulation()
-    forecast = WaitForecast(sim.state, WaitQueue())
-    assert forecast.predicted_wait(sim.request(), 0.0) == 0.0
-
-
-def test_the_wait_is_that_for_nodes_that_want_no_pause() -> None:
-    sim = QueueSimulation((1, 1), speeds=(300.0, 100.0))
-    sim.fill()
-    first, second = (sim.state.candidate_set([row]) for row in sim.rows)
-    forecast, queued = (
-        WaitForecast(sim.state, WaitQueue()),
-        sim.request(groups=((first,), (second,))),
-    )
-    for row, paused in ((sim.rows[0], False), (sim.rows[1], True)):
-        sim.rows[0].set_slots(1, 0 if paused else 1, 0, alive=True, paused=paused)
-        assert forecast.predicted_wait(queued, 0.0) == pytest.approx(row.running[0].ends)
-
-
-def test_the_rows_that_a_waiting_request_may_go_to_are_told_with_their_waits() -> None:
-    sim = QueueSimulation((1, 1, 1), speeds=(300.0, 100.0, 300.0))
-    sim.fill()
-    sim.rows[2].set_slots(1, 0, 0, alive=False)
-    queued, placed = sim.arrive()
-    assert placed is None
-    found = prospects(queued, 0.0)
-    assert {one.row.name for one in found} == {"node-0", "node-1"}, "one is down"
-    assert [one.cost for one in found] == sorted(one.cost for one in found)
-    for one in found:
-        assert one.wait is not None
-        assert one.wait == pytest.approx(one.row.running[0].ends)
-        assert one.cost > one.wait
