@@ -119,13 +119,6 @@ def test_a_deadline_bounds_the_wait_and_is_refused_at_once_if_it_cannot_be_met()
         admission.admit(asker(999.0), 1, 0.0, 5.0, 1000.0)
 
 
-def test_an_admitted_request_is_refused_only_for_its_deadline() -> None:
-    admission, tried = an_admission(queue={"max": 1}), failed_on("a")
-    assert admission.admit(asker(None, tried), 9, None, 5.0, 0.0) > 0
-    with pytest.raises(GatewayError):
-        admission.admit(asker(5.0, tried), 9, 6.0, 5.0, 0.0)
-
-
 def test_the_lower_of_two_predictions_counts() -> None:
     rate = CompletionRate()
     for moment in range(11):
@@ -218,21 +211,6 @@ async def test_the_newest_of_the_largest_caller_is_shed_but_no_retry() -> None:
         assert await busy.send(of("b")) == "queue_full"
         assert await busy.send(of("d")) == "waits"
         assert [busy.outcome(one) for one in (early, retried)] == ["queue_full", "waits"]
-
-
-async def test_of_the_largest_caller_the_lowest_class_is_shed_first() -> None:
-    async with BusyNode(max=4) as busy:
-        urgent = of("a", priority=Priority.URGENT)
-        batch = of("a", priority=Priority.BATCH)
-        normal = of("a")
-        for request in (batch, normal, urgent, of("a", priority=Priority.URGENT)):
-            assert await busy.send(request) == "waits"
-        assert await busy.send(of("b", priority=Priority.BATCH)) == "waits"
-        assert [busy.outcome(one) for one in (batch, normal, urgent)] == [
-            "queue_full",
-            "waits",
-            "waits",
-        ]
 
 
 async def test_work_that_can_wait_gives_way_to_its_own_callers_requests() -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from gateway.callers.keys import new_key
 from gateway.config.inventory import NodeSpec
 from gateway.config.scheduling import Hook
 from gateway.events import HookEnded
@@ -23,18 +22,24 @@ from gateway.schedule.autoscaler import MOST_OUTPUT, run_hook
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
-from tests.schedule.cloud import Cloud
-from tests.schedule.standby_site import MODEL, ask, metrics, order, settings, shown, until_state
+from tests.schedule.cloud import (
+    MODEL,
+    Cloud,
+    a_cloud,
+    ask,
+    order,
+    settings,
+    shown,
+    until_state,
+)
 from tests.transport.raw import Peer, raw_server
 from tests.virtual import in_virtual_time
-
-LEFT, RIGHT = new_key("left"), new_key("right")
 
 
 @in_virtual_time
 async def test_a_burst_starts_standby_nodes_and_afterwards_they_are_stopped(tmp_path: Path) -> None:
     fast: dict[str, Any] = {"decode_tps": 20.0, "prefill_tps": 500.0}
-    async with Cloud() as cloud, EmulatedNode(slots=1, model=MODEL, **fast) as base:
+    async with a_cloud() as cloud, EmulatedNode(slots=1, model=MODEL, **fast) as base:
         first, second = cloud.machine("spare-1", **fast), cloud.machine("spare-2", **fast)
         nodes = [
             {"name": "base", "url": base.url},
@@ -59,7 +64,7 @@ async def test_a_burst_starts_standby_nodes_and_afterwards_they_are_stopped(tmp_
             assert "it has idled" in told["reason"] or "the others could do" in told["reason"]
             assert told["elastic"]["phase"] == "off"
             assert told["elastic"]["startup_seconds"] > 0
-            page = await metrics(running)
+            page = (await running.admin.get("/metrics")).text
             assert 'llama_gateway_hooks_total{node="spare-1",hook="start",outcome="ok"} 1' in page
 
 
@@ -73,7 +78,7 @@ async def one_standby(folder: Path, cloud: Cloud, chosen: dict[str, Any]) -> Asy
 
 @in_virtual_time
 async def test_a_client_with_a_deadline_before_the_start_gets_retry_after(tmp_path: Path) -> None:
-    async with Cloud() as cloud:
+    async with a_cloud() as cloud:
         cloud.machine("spare").answers["start"] = (20.0, 200, "")
         chosen = settings() | {"queue": {"max_wait": 1.0}}
         async with one_standby(tmp_path, cloud, chosen) as running:
@@ -88,7 +93,7 @@ async def test_a_client_with_a_deadline_before_the_start_gets_retry_after(tmp_pa
 
 @in_virtual_time
 async def test_a_failed_start_hook_is_reported_and_not_tried_again_at_once(tmp_path: Path) -> None:
-    async with Cloud() as cloud:
+    async with a_cloud() as cloud:
         spare = cloud.machine("spare")
         spare.answers["start"] = (0.1, 503, "no capacity in this zone")
         chosen = settings(backoff=60.0) | {"retries": {"wait_for_node": 2.0}}
@@ -101,7 +106,7 @@ async def test_a_failed_start_hook_is_reported_and_not_tried_again_at_once(tmp_p
             assert "its start hook failed" in told["reason"]
             assert "not started again for" in told["reason"]
             assert told["elastic"]["failures"] == 1
-            page = await metrics(running)
+            page = (await running.admin.get("/metrics")).text
             assert 'hooks_total{node="spare",hook="start",outcome="failed"} 1' in page
         # It may be running even so.
         assert spare.orders == ["start", "stop"]
@@ -112,7 +117,7 @@ async def test_a_failed_start_hook_is_reported_and_not_tried_again_at_once(tmp_p
 async def test_a_stop_hook_that_fails_is_tried_again_and_the_node_counts_as_running(
     tmp_path: Path,
 ) -> None:
-    async with Cloud() as cloud:
+    async with a_cloud() as cloud:
         spare = cloud.machine("spare")
         spare.answers["stop"] = (0.1, 503, "not now")
         async with one_standby(tmp_path, cloud, settings()) as running:
@@ -128,7 +133,7 @@ async def test_a_stop_hook_that_fails_is_tried_again_and_the_node_counts_as_runn
 
 @in_virtual_time
 async def test_a_restarted_gateway_finds_the_running_nodes(tmp_path: Path) -> None:
-    async with Cloud() as cloud:
+    async with a_cloud() as cloud:
         first, second = cloud.machine("spare-1"), cloud.machine("spare-2")
         nodes = [cloud.node("spare-1"), cloud.node("spare-2")]
         chosen = settings(min=1)
@@ -145,7 +150,7 @@ async def test_a_restarted_gateway_finds_the_running_nodes(tmp_path: Path) -> No
 
 @in_virtual_time
 async def test_a_node_finishes_its_requests_before_it_is_stopped(tmp_path: Path) -> None:
-    async with Cloud() as cloud, EmulatedNode(slots=2, model=MODEL) as base:
+    async with a_cloud() as cloud, EmulatedNode(slots=2, model=MODEL) as base:
         spare = cloud.machine("spare", decode_tps=20.0, answer_tokens=100)
         nodes = [{"name": "base", "url": base.url}, cloud.node("spare")]
         chosen = settings(min=1, stop_after=0.5)
@@ -280,10 +285,12 @@ async def test_a_call_has_method_headers_secrets_and_body() -> None:
     assert asked[0].endswith(b'{"on": true}')
 
 
-async def test_a_refused_call_shows_status_and_url_without_secrets() -> None:
-    async with answering(403, "not with Bearer swordfish") as (url, _):
+@each_case("status", [307, 403])
+async def test_a_refused_or_redirected_call_fails_and_shows_no_secrets(status: int) -> None:
+    async with answering(status, "not with Bearer swordfish") as (url, asked):
         result = await ran(secret_hook(url))
     assert result.outcome == "failed"
-    assert result.detail.endswith("/start answered 403")
+    assert result.detail.endswith(f"/start answered {status}")
     assert "token" not in result.detail
     assert result.output == "not with ****"
+    assert len(asked) == 1, "it follows no redirect"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from itertools import combinations
 from typing import Any
 
 from hypothesis import given
@@ -54,15 +53,6 @@ async def test_the_reserve_is_no_room() -> None:
     batch(scheduler, 4)
     assert room(scheduler) == (4, 0, 0, 0, 0)
     assert scheduler.lease_now(a_request(priority=Priority.BATCH)) is None
-
-
-async def test_what_waits_is_told_by_class() -> None:
-    scheduler = a_scheduler(node("a", slots=1), node("b", slots=1, models=("other",)))
-    lease_at_once(scheduler, a_request())
-    for priority in (Priority.BATCH, Priority.BATCH, Priority.NORMAL):
-        await start_lease(scheduler, a_request(priority=priority))
-    assert room(scheduler) == (1, 0, 0, 2, 1)
-    assert room(scheduler, "other") == (1, 1, 0, 0, 0)
 
 
 @given(
@@ -139,23 +129,6 @@ def test_those_that_yield_may_and_give_one_row_just_what_it_lacks(
     assert all(by_id[one] in able for one in chosen)
     (row,) = {by_id[one].row for one in chosen}
     assert len(chosen) == missing[row]
-
-
-@given(CLASSES, MISSING, CANDIDATES)
-def test_no_other_choice_repeats_less(
-    priority: Priority, missing: dict[int, int], candidates: list[YieldCandidate]
-) -> None:
-    chosen = choose_yields(priority, missing, candidates)
-    costs = [
-        sum(one.repetition_seconds for one in together)
-        for row, lacking in missing.items()
-        for together in combinations(
-            [one for one in candidates if one.row == row and may_yield(one, priority)], lacking
-        )
-    ]
-    by_id = {one.lease_id: one.repetition_seconds for one in candidates}
-    if costs:
-        assert sum(by_id[one] for one in chosen) <= min(costs) + 1e-9
 
 
 AGAIN = {"times_yielded": 1, "decode_seconds": LEAST_DECODE_SECONDS - 0.1}

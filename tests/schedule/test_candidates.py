@@ -8,13 +8,11 @@ import pytest
 
 from gateway.errors import GatewayError
 from gateway.lease import NOTHING_TRIED, LeaseRequest, PromptKey, Tried
-from gateway.nodes.node import ALIVE_STATES, Node, NodeState
+from gateway.nodes.node import Node, NodeState
 from gateway.nodes.speed import sample_from_timings
 from gateway.schedule.candidates import NodeCandidates, with_context
 from gateway.schedule.core.requests import NodeSlots
 from gateway.schedule.scheduler import Scheduler
-from tests.each_case import each_case
-from tests.nodes.build import take
 from tests.schedule.build import (
     a_request,
     a_scheduler,
@@ -92,33 +90,6 @@ def check_rows(scheduler: Scheduler) -> None:
     for one in scheduler.fleet.nodes.values():
         row = row_of(scheduler, one.name)
         assert (row.free, row.total) == (one.free_slots(now), one.slots_total)
-
-
-async def test_own_leases_count_once_and_others_work_counts() -> None:
-    one = node(slots=4)
-    scheduler = a_scheduler(one)
-    lease, _ = await take_lease(scheduler, a_request(slots=2))
-    check_rows(scheduler)
-    unplaced = take(one)  # a lease that the scheduler does not know of
-    scheduler.fleet_sync.node_changed(one)
-    check_rows(scheduler)
-    assert (row_of(scheduler).ours, row_of(scheduler).foreign) == (2, 1)
-    one.occupancy.foreign = 1
-    scheduler.fleet_sync.node_changed(one)
-    check_rows(scheduler)
-    assert row_of(scheduler).free == 0
-    lease.release()
-    unplaced.release()
-    check_rows(scheduler)
-    assert row_of(scheduler).free == 3
-
-
-@each_case("state", list(NodeState))
-def test_the_state_decides_what_a_node_takes(state: NodeState) -> None:
-    one = node(state=state)
-    scheduler = a_scheduler(one)
-    check_rows(scheduler)
-    assert row_of(scheduler).alive is (state in ALIVE_STATES)
 
 
 async def test_an_ejected_node_gets_one_request_on_trial_beside_what_runs() -> None:
@@ -219,17 +190,6 @@ async def test_leases_of_a_removed_node_end_there_though_its_index_is_reused(
         lease.release()
     fresh.release()
     check_rows(scheduler)
-
-
-def test_a_changed_tier_moves_the_node(three: tuple[Scheduler, list[Node]]) -> None:
-    scheduler, nodes = three
-    before = scheduler.fleet_sync.has_gpu_tier
-    nodes[1].spec = nodes[1].spec.model_copy(update={"tier": "gpu"})
-    scheduler.capacity_changed()
-    assert (before, scheduler.fleet_sync.has_gpu_tier) == (False, True)
-    assert [row.name for row in scheduler.dispatcher.placement_state.rows if row.gpu] == ["b"]
-    (pools,) = scheduler.fleet_sync.find(a_request(), NOTHING_TRIED).groups
-    assert [[row.name for row in pool.rows] for pool in pools] == [["b"], ["a", "c"]]
 
 
 def test_the_cached_prompts_go_with_the_server() -> None:

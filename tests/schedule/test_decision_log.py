@@ -174,19 +174,6 @@ def test_the_log_is_bounded_and_says_how_far_it_reaches_back() -> None:
     assert log.reaches_back_to() == pytest.approx(started + 3.0)
 
 
-def test_a_flood_of_refusals_pushes_no_grant_out() -> None:
-    log = DecisionLog(Clock())
-    scheduler = a_scheduler(node())
-    scheduler.decision_log.grants.clear()
-    request = a_request()
-    lease(scheduler, request)
-    log.grants.extend(scheduler.decision_log.grants)
-    for _ in range(2000):
-        log.refused(a_request(), errors.queue_full("Full.", 1.0), 0.0, 1.0)
-    assert decisions(log, request) != []
-    assert len(log.refusals) == log.refusals.maxlen
-
-
 def test_nothing_of_a_prompt_is_kept_alive() -> None:
     scheduler = a_scheduler(node("a"), node("b"))
     blocks = tuple(range(1 << 60, (1 << 60) + 1000))

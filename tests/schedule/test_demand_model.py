@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.lease import LeaseRequest, PromptKey, Usage, UsageReport
-from gateway.nodes.node import Node, NodeState
+from gateway.nodes.node import Node
 from gateway.schedule.core.demand_model import (
     DEFAULT_ANSWER_TOKENS,
     MOST_TOKENS,
@@ -23,7 +23,7 @@ from gateway.schedule.core.demand_model import (
 from gateway.schedule.scheduler import LeaseRecord, Scheduler
 from tests.each_case import each_case
 from tests.lease_requests import expected, learn
-from tests.schedule.build import a_request, a_scheduler, lease_at_once, node, settle, start_lease
+from tests.schedule.build import a_request, a_scheduler, lease_at_once, node
 from tests.schedule.queue_simulation import QueueSimulation
 
 USED = Usage(1000, 0, 5)
@@ -68,13 +68,6 @@ def test_lengths_are_learnt_from_reported_tokens(nodes: list[Node]) -> None:
     assert expected.completion_tokens == pytest.approx(20.0, rel=0.5)
 
 
-def test_a_node_that_has_a_prompt_cached_gets_the_next_turn(nodes: list[Node]) -> None:
-    scheduler = a_scheduler(*nodes)
-    first_node = serve(scheduler, prompt_request(1, 2, 3), Usage(1000, 0, 20))
-    for _ in range(5):
-        assert serve(scheduler, prompt_request(1, 2, 3, 4), Usage(1100, 1000, 20)) is first_node
-
-
 async def test_ended_answers_are_learnt_before_their_slots_are_given_out() -> None:
     only = node(slots=1)
     moments = itertools.count()
@@ -91,30 +84,6 @@ async def test_ended_answers_are_learnt_before_their_slots_are_given_out() -> No
     async with asyncio.timeout(30.0):
         granted = await waiting
     assert believed_cached(scheduler, scheduler.records[granted.id]) > 900
-
-
-async def test_a_waiting_request_keeps_its_estimate_when_the_inventory_changes() -> None:
-    one = node(slots=1)
-    scheduler = a_scheduler(one)
-    held = lease_at_once(scheduler, a_request())
-    request = prompt_request(1, 2, 3)
-    waiting = await start_lease(scheduler, request)
-    (waiter,) = scheduler.waiters
-    before = waiter.queued
-    estimate = before.prompt_tokens, before.completion_tokens
-    for _ in range(30):
-        estimates, caller = scheduler.demand_model.token_estimates, request.caller.fairness_key
-        learn(estimates, request.wanted.model, caller, 4000.0, 4000.0, 5.0, None)
-    scheduler.fleet.nodes["b"] = node("b", slots=1, state=NodeState.DOWN)
-    scheduler.fleet.model_index.set_nodes(scheduler.fleet.nodes.values())
-    scheduler.capacity_changed()
-    scheduler.match()
-    (waiter,) = scheduler.waiters
-    assert waiter.queued is not before, "rows have changed"
-    assert (waiter.queued.prompt_tokens, waiter.queued.completion_tokens) == estimate
-    held.release()
-    await settle()
-    assert waiting.done()
 
 
 # Token estimates, and how answers correct them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
 from typing import Any
 
@@ -11,9 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.schedule.core.dispatcher import DispatchRules
-from gateway.schedule.core.requests import QueuedRequest
+from gateway.schedule.core.requests import (
+    QueuedRequest,
+    spread_reserve,
+)
 from gateway.schedule.core.selection import POLICIES
+from gateway.schedule.core.wait_queue import (
+    MOST_ACCOUNTS,
+    VirtualTokenCounters,
+)
 from gateway.terms import Priority
+from tests.each_case import each_case
+from tests.schedule.build import a_request, a_scheduler, lease_at_once, node
 from tests.schedule.queue_simulation import QueueSimulation
 
 
@@ -392,3 +402,143 @@ def test_counts_are_right_and_no_slot_idles_without_a_reason(
     happened: list[tuple[float, dict[str, Any]]], policy: str, reserve: float
 ) -> None:
     play(happened, DispatchRules(policy=policy, batch_reserve=reserve))
+
+
+def test_requests_go_by_class_and_then_by_age() -> None:
+    sim = QueueSimulation((1,))
+    (running,) = sim.fill()
+    late = sim.arrive(2.0)[0]
+    early = sim.arrive(2.0, received_at=1.0)[0]
+    urgent = sim.arrive(3.0, priority=Priority.URGENT)[0]
+    assert sim.dispatcher.depths() == {
+        Priority.URGENT: 1, Priority.PREMIUM: 0, Priority.NORMAL: 2, Priority.BATCH: 0,
+    }  # fmt: skip
+    assert sim.waiting() == [urgent, early, late]
+    order = []
+    for now in (4.0, 5.0, 6.0):
+        (running,) = sim.finish(running, now)
+        order.append(running)
+    assert order == [urgent, early, late]
+
+
+def test_ten_times_the_requests_get_a_caller_no_more_tokens() -> None:
+    rng = random.Random(1)
+    sim = QueueSimulation((2, 2, 2), speeds=(300.0, 200.0, 100.0), seed=1)
+    for caller, count in (("greedy", 4000), ("modest", 400)):
+        for _ in range(count):
+            prompt, completion = rng.expovariate(1 / 400) + 1, rng.expovariate(1 / 60) + 1
+            sim.arrive(fairness_key=caller, prompt_tokens=prompt, completion_tokens=completion)
+    served: dict[str, list[float]] = {"greedy": [], "modest": []}
+    while min(map(len, served.values())) < 200:
+        first = min(sim.running, key=lambda one: one.ends)
+        served[first.fairness_key].append(first.prompt_tokens + 10 * first.completion_tokens)
+        sim.finish(first, first.ends)
+        assert sim.dispatcher.waiting
+    assert sum(served["greedy"]) == pytest.approx(sum(served["modest"]), rel=0.1)
+
+
+def test_the_charge_is_replaced_by_the_real_usage() -> None:
+    sim = QueueSimulation((1,))
+    lucky = sim.placed(fairness_key="lucky", prompt_tokens=1e6, completion_tokens=1e5)
+    sim.arrive(fairness_key="lucky")
+    other, _ = sim.arrive(fairness_key="other")
+    sim.running.remove(lucky)
+    sim.dispatcher.finished(lucky, 1.0, 10, 1)
+    first = sim.match(1.0)[0]
+    assert first.fairness_key == "lucky"
+    sim.dispatcher.cancelled(first, 1.0)
+    assert sim.match(1.0)[0] is other
+
+
+def test_a_caller_that_was_idle_has_no_credit_and_one_that_was_served_more_keeps_its_counter() -> (
+    None
+):
+    counters = VirtualTokenCounters()
+    busy = counters.account("busy")
+    busy.counter = 1000.0
+    counters.started(busy, 50.0)
+    assert counters.account("new").counter == 1000.0
+    counters.account("new").counter = 5000.0
+    assert counters.account("new").counter == 5000.0
+
+
+def test_idle_accounts_are_dropped_but_no_running_ones() -> None:
+    counters = VirtualTokenCounters()
+    kept = counters.account("kept")
+    counters.started(kept, 5.0)
+    for i in range(3 * MOST_ACCOUNTS):
+        counters.account(f"caller {i}")
+    assert len(counters.accounts) <= MOST_ACCOUNTS
+    assert counters.accounts["kept"] is kept
+
+
+# The reserve of class `batch` is whole nodes, and `batch` keeps off them.
+
+
+BATCH = Priority.BATCH
+
+
+def batch_on(sim: QueueSimulation, **options: Any) -> list[str]:
+    """The nodes of as many batch requests as find room."""
+    found = []
+    while (placement := sim.arrive(priority=BATCH, **options)[1]) is not None:
+        found.append(placement.row.name)
+    return sorted(found)
+
+
+@each_case(
+    ("share", "totals", "reserve"),
+    [
+        (0.25, [2] * 8, [2, 2, 0, 0, 0, 0, 0, 0]), (0.25, [4, 4, 4, 4, 4], [4, 1, 0, 0, 0]),
+        (0.25, [4, 4], [1, 1]), (0.5, [4], [2]), (0.5, [8, 2, 2], [2, 2, 2]),
+        (0.25, [1, 1, 1, 1], [1, 0, 0, 0]), (0.29, [1] * 100, [1] * 29 + [0] * 71),
+        (1.0, [4, 4], [4, 3]), (1.0, [1], [0]), (0.5, [0, 4], [0, 2]), (0.0, [4], [0]),
+        (0.5, [], []),
+    ],
+)  # fmt: skip
+def test_the_reserve_is_whole_nodes_where_they_fit(
+    share: float, totals: list[int], reserve: list[int]
+) -> None:
+    assert spread_reserve(share, totals) == reserve
+
+
+@pytest.mark.parametrize("nodes", [4, 80])
+def test_others_go_to_the_reserved_nodes_as_nobody_holds_them_up_there(nodes: int) -> None:
+    sim = QueueSimulation((3,) * nodes, DispatchRules(batch_reserve=0.5))
+    for _ in range(nodes):
+        sim.arrive(priority=BATCH)
+    for number in range(nodes // 2):
+        placement = sim.placed()
+        assert placement.row.kept_from_batch
+        assert len(placement.row.running) == 1, number
+
+
+def test_a_request_that_can_go_nowhere_else_takes_an_idle_reserved_node() -> None:
+    sim = QueueSimulation((2, 2), DispatchRules(batch_reserve=0.5))
+    assert [row.kept_from_batch for row in sim.rows] == [True, False]
+    placement = sim.placed(priority=BATCH, excluded={1})
+    assert placement.row is sim.rows[0]
+    waits, none = sim.arrive(priority=BATCH, excluded={1})
+    assert none is None
+    assert sim.finish(placement, 1.0) == [waits]
+
+
+def test_a_wide_request_takes_a_reserved_node_only_where_no_other_is_wide_enough() -> None:
+    wide = QueueSimulation((4, 2, 2, 2), DispatchRules(batch_reserve=0.4))
+    assert [row.batch_reserve for row in wide.rows] == [4, 0, 0, 0]
+    assert batch_on(wide, slots=3) == ["node-0"]
+    narrow = QueueSimulation((4, 4, 4), DispatchRules(batch_reserve=0.4))
+    assert batch_on(narrow, slots=3) == ["node-1", "node-2"]
+
+
+async def test_each_pool_has_a_reserve_of_its_own() -> None:
+    rules = {"batch": {"reserve_slots": 0.5}}
+    sides = {"a": "left", "b": "left", "c": "right", "d": "right"}
+    nodes = [node(name, labels={"side": side}) for name, side in sides.items()]
+    scheduler = a_scheduler(*nodes, classes=rules)
+    for side, name in (("left", "b"), ("right", "d")):
+        labels = (("side", side),)
+        request = a_request(priority=BATCH, node_labels=labels)
+        lease = lease_at_once(scheduler, request)
+        assert lease.node.name == name
+        assert scheduler.batch_room(("demo",), 0.0, node_labels=labels).slots == 2

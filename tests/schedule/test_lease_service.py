@@ -71,17 +71,6 @@ class World:
         return {name: one.circuit.failures for name, one in self.nodes.items()}
 
 
-def test_a_lease_says_what_the_proxy_must_know_of_its_node() -> None:
-    one = node("a", tier="gpu", timeouts={"silence": 7.0}, model={"demo": "file"}, context=4096)
-    lease = World(one).grant(a_request(slots=2))
-    assert (lease.node.name, lease.node.tier, lease.node.kind) == ("a", "gpu", "llama.cpp")
-    assert (lease.node.silence_timeout, lease.node.connect_timeout) == (7.0, None)
-    assert (lease.node.context, lease.model, lease.served_name, lease.slots) == (
-        4096, "demo", "file", 2
-    )  # fmt: skip
-    assert lease.node is one.info
-
-
 def adopt(world: World, node: str, lease_id: int = 7 << 40, **keys: Any) -> LeaseRecord | None:
     """A lease that another scheduler granted 30 seconds ago."""
     request, reading, one = (
@@ -222,31 +211,6 @@ def test_an_error_response_says_something_of_its_node(
     assert one.circuit.failures == 0
 
 
-def test_an_answer_ends_suspicions_and_shows_that_the_key_works() -> None:
-    one = node("a")
-    world = World(one)
-    world.end(world.grant(a_request()), "busy", 502)
-    assert one.circuit.suspect_callers
-    world.end(world.grant(a_request()), began=True)
-    assert not one.circuit.suspect_callers
-    states = []
-    for _ in range(2):
-        rejected = NodeError(key_rejected_at="/v1/chat/completions")
-        world.end(world.grant(a_request()), "refused", 401, error=rejected)
-        states.append(one.state)
-    assert states == [NodeState.READY, NodeState.DOWN]
-
-
-@pytest.mark.parametrize("status", [429, 503])
-def test_an_endpoint_that_refuses_work_is_left_alone_for_a_while(status: int) -> None:
-    one = node("a", kind="openai")
-    world = World(one)
-    lease = world.grant(a_request())
-    world.end(lease, "busy", status, error=NodeError(retry_after=5.0))
-    assert one.paused(world.clock())
-    assert not one.paused(world.clock.passes(6.0))
-
-
 def test_an_unreachable_node_is_to_blame() -> None:
     world = World(node("a"))
     lease = world.grant(a_request())
@@ -270,18 +234,6 @@ def test_nodes_are_blamed_for_a_request_that_another_answers() -> None:
     assert world.failures() == {first: 1, second: 0, lease.node.name: 0}
     world.end(lease, began=True)
     assert world.failures() == {first: 1, second: 1, lease.node.name: 0}
-
-
-def test_a_server_error_counts_once_another_node_has_answered() -> None:
-    world = World(node("a"), node("b"))
-    request = a_request()
-    lease = world.grant(request)
-    failed = lease.node.name
-    world.end(lease, "server_error", 500)
-    assert world.nodes[failed].failures == 0
-    lease = world.grant(request, failed_on(failed))
-    world.end(lease, began=True)
-    assert world.nodes[failed].failures == world.failures()[failed] == 1
 
 
 def test_the_oldest_failures_are_forgotten() -> None:

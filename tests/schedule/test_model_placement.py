@@ -179,36 +179,6 @@ def test_a_queue_holds_the_place_of_its_model_for_twenty_loads_at_most() -> None
     ]
 
 
-def test_the_model_that_is_asked_for_least_goes() -> None:
-    fleet = Fleet()
-    fleet.node("r1", 20)
-    for name in ("a", "b", "c"):
-        fleet.model(name, 8, "r1")
-    fleet.ready(("r1", "a"), ("r1", "b"))
-    fleet.ask("a", every=100.0)
-    fleet.ask("b", every=20.0)
-    assert fleet.look(waiting("c")) == [("unload", "r1", "a")]
-
-
-def test_a_second_copy_is_loaded_when_the_queue_is_worth_a_load() -> None:
-    fleet = Fleet()
-    fleet.node("r1", 10)
-    fleet.node("r2", 10)
-    fleet.model("a", 8, "r1", "r2")
-    fleet.ready(("r1", "a"))
-    assert fleet.look(waiting("a", each=1.0)) == []
-    assert fleet.look(waiting("a", 8, each=1.0)) == [("load", "r2", "a")]
-    assert fleet.look(waiting("a", 8, each=2.0)) == []
-
-
-def test_batch_rows_unload_nothing_that_callers_use() -> None:
-    fleet = two_models_in_room_for_one()
-    fleet.ask("a", every=60.0)
-    assert fleet.look(waiting("b", 50, each=600.0, batch=True, patience=900.0)) == []
-    fleet = two_models_in_room_for_one()
-    assert fleet.look(waiting("b", 50, batch=True)) == [("unload", "r1", "a")]
-
-
 def test_nodes_of_one_host_share_its_memory() -> None:
     fleet = Fleet()
     fleet.node("n0", 20, host="h")

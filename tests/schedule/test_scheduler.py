@@ -201,22 +201,6 @@ async def test_a_mute_node_is_worth_the_ordinary_wait() -> None:
     assert refusal(task).code == "no_node"
 
 
-@pytest.mark.parametrize("state", [NodeState.DRAINING, NodeState.DOWN])
-async def test_a_node_that_is_removed_meanwhile_is_not_used(state: NodeState) -> None:
-    busy, other = node("a", slots=1), node("b", slots=1)
-    scheduler = a_scheduler(busy, other)
-    leases = [await take_lease(scheduler, a_request()) for _ in range(2)]
-    task = await start_lease(scheduler, a_request())
-    by_node = {lease.node.name: lease for lease, _ in leases}
-    busy.state = state
-    by_node["a"].release()
-    await settle()
-    assert not task.done()
-    by_node["b"].release()
-    await settle()
-    assert task.result()[0].node is other
-
-
 async def test_when_the_last_node_is_removed_waiting_requests_are_refused() -> None:
     one, other = node("a", slots=1), node("b", models=("other",))
     scheduler = a_scheduler(one, other)
@@ -411,27 +395,6 @@ def test_a_request_on_a_node_that_has_left_is_settled_with_its_caller() -> None:
     record.release()
     scheduler.demand_model.abandoned(record.placement, refund=True)
     assert (payer.running, payer.counter) == (0, 0.0)
-
-
-def test_the_expected_prefill_is_that_of_a_node_whose_speed_is_known() -> None:
-    clock = Clock()
-    only = node(state=NodeState.READY)
-    scheduler = a_scheduler(only, clock=clock)
-    request = a_request(exact_tokens=500, prompt_tokens=500)
-    first = scheduler.lease_now(request)
-    assert first is not None
-    assert first.reading.seconds is None
-    assert first.reading.grace == 4 * 500 / 25.0
-    learn_timings(
-        only.speed, {"prompt_n": 3000, "prompt_ms": 30_000.0, "predicted_n": 9, "predicted_ms": 9}
-    )
-    scheduler.release_unused(first.id)
-    scheduler.fleet.refresh_state(only)
-    second = scheduler.lease_now(request)
-    assert second is not None
-    assert second.reading.seconds is not None
-    assert 4.0 < second.reading.seconds < 6.0
-    assert 16.0 < second.reading.grace < 24.0
 
 
 def test_only_a_llama_cpp_server_is_asked_for_a_stream_to_assemble() -> None:
