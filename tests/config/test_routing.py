@@ -10,31 +10,6 @@ from tests.config.conftest import LoadSettings, Problems
 from tests.each_case import each_case
 
 
-def test_model_rules_are_read(load_gateway: LoadSettings) -> None:
-    rules = load_gateway(
-        """
-        models:
-          gpt-4o-mini: {use: mistral-7b}
-          helper: {use: [phi-4-mini, mistral-7b]}
-          mistral-7b:
-            set: {temperature: 0.2, stop: [a, b], seed: ~}
-            default: {max_tokens: 512}
-            max_tokens: 2048
-            strip: logit_bias
-        default_model: helper
-        classes: {urgent: {max_wait: 30s}}
-        """
-    )
-    assert rules.models["gpt-4o-mini"].use == ("mistral-7b",)
-    assert rules.models["helper"].use == ("phi-4-mini", "mistral-7b")
-    rule = rules.models["mistral-7b"]
-    assert rule.set == {"temperature": 0.2, "stop": ["a", "b"], "seed": None}
-    assert rule.default == {"max_tokens": 512}
-    assert (rule.max_tokens, rule.strip) == (2048, ("logit_bias",))
-    assert rules.default_model == "helper"
-    assert rules.classes["urgent"].max_wait == 30.0
-
-
 def test_a_model_says_where_and_how_long_it_is_loaded(load_gateway: LoadSettings) -> None:
     settings = load_gateway(
         """
@@ -73,23 +48,6 @@ def test_a_place_that_a_model_can_not_have_is_refused(
     assert words in problem.message
 
 
-@each_case(
-    ("wrong", "called"),
-    [
-        ("models: {a: {ttl: 300}}", "idle_unload"),
-        ("models: {a: {keep_alive: 5m}}", "idle_unload"),
-        ("models: {a: {preload: true}}", "pin"),
-        ("preload: [a]", "in the inventory"),
-    ],
-)
-def test_keys_of_other_programs_that_swap_models_say_what_they_are_called_here(
-    gateway_problems: Problems, wrong: str, called: str
-) -> None:
-    (problem,) = gateway_problems(wrong)
-    assert problem.message == "unknown key"
-    assert called in problem.remedy
-
-
 def test_names_that_stand_for_each_other_are_refused(gateway_problems: Problems) -> None:
     (problem,) = gateway_problems("models:\n  a: {use: [x, b]}\n  b: {use: c}\n  c: {use: a}\n")
     assert problem.message == "the names stand for each other: a -> b -> c -> a"
@@ -113,14 +71,6 @@ def test_a_catch_all_that_leads_nowhere_is_refused(
     assert problem.key == "models"
     assert expected in problem.message
     assert remedy in problem.remedy
-
-
-@each_case(("name", "rest"), [("*", "a: {use: c}"), ("a", "b: {}")])
-def test_a_catch_all_may_use_an_alias_and_a_name_itself(
-    load_gateway: LoadSettings, name: str, rest: str
-) -> None:
-    models = load_gateway(f'models: {{"{name}": {{use: [a, b]}}, {rest}}}').models
-    assert models[name].use == ("a", "b")
 
 
 def test_a_long_chain_of_names_is_no_loop_and_no_recursion() -> None:
@@ -148,13 +98,3 @@ def test_a_loop_is_found_exactly_where_there_is_one(graph: dict[str, list[str]])
     for name, used in pairwise(loop):
         assert used in rules[name].use
     assert not loop or (loop[0] == loop[-1] and len(loop) > 2)
-
-
-@each_case("value", ["[{a: 1}]", "[[a]]", "[model]", "{model: x}"])
-@each_case("key", ["set", "default", "strip"])
-def test_parameters_of_the_wrong_shape_are_problems(
-    gateway_problems: Problems, key: str, value: str
-) -> None:
-    problems = gateway_problems(f"models: {{m: {{{key}: {value}}}}}")
-    assert problems
-    assert all(problem.key.startswith(f"models.m.{key}") for problem in problems)

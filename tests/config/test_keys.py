@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
-
-from gateway.config.keys import LARGEST_BUDGET, Budget, LimitSpec, parse_budget
+from gateway.config.keys import (
+    LARGEST_BUDGET,
+    Budget,
+    CachePolicy,
+    CacheSpec,
+    LimitSpec,
+    cache_policy,
+    has_labels,
+    parse_budget,
+)
 from tests.config.conftest import LoadSettings, Problems
 from tests.each_case import each_case
 
@@ -40,14 +47,6 @@ def test_a_limit_of_nothing_or_less_is_refused_with_its_line(
     assert problem.message
 
 
-def test_two_keys_of_one_name_are_refused(gateway_problems: Problems) -> None:
-    text = (
-        f"keys:\n- {{id: a, name: alice, sha256: {HASH}}}\n- {{id: b, name: alice, sha256: {HASH}}}"
-    )
-    problems = gateway_problems(text)
-    assert any("alice" in one.message for one in problems)
-
-
 @each_case(
     ("written", "budget"),
     [
@@ -70,7 +69,32 @@ def test_a_budget_is_what_was_written(
     assert LimitSpec.model_validate({"budget": text}).budget == text
 
 
-@each_case("written", ["0/day", "0.0000000001/day", "1000000001/day", "1e3/day", "/day", "5/ year"])
-def test_another_budget_is_refused(written: str) -> None:
-    with pytest.raises(ValueError, match=r"amount"):
-        parse_budget(written)
+def test_each_field_is_the_most_specific_ones() -> None:
+    key = CacheSpec(hide=False, prompt_cache=False)
+    group = CacheSpec(hide=True, isolate="group", nodes={"b": "2", "a": "1"})
+    everybody = CacheSpec(isolate="key", nodes={"c": "3"}, prompt_cache=True)
+    assert cache_policy((key, group, everybody), "alice", "team") == CachePolicy(
+        hide=False, scope="group team", node_labels=(("a", "1"), ("b", "2")), prompt_cache=False
+    )
+
+
+@each_case(
+    ("isolate", "group", "scope"),
+    [
+        ("group", "team", "group team"),
+        ("group", None, "caller alice"),
+        ("key", "team", "caller alice"),
+        ("off", "team", ""),
+    ],
+)
+def test_the_scope_is_a_group_or_a_caller(isolate: str, group: str | None, scope: str) -> None:
+    spec = CacheSpec.model_validate({"isolate": isolate})
+    assert cache_policy((spec,), "alice", group).scope == scope
+
+
+def test_a_node_needs_all_labels() -> None:
+    wanted = (("tenant", "a"), ("zone", "1"))
+    assert has_labels({"tenant": "a", "zone": "1", "more": "x"}, wanted)
+    assert not has_labels({"tenant": "a"}, wanted)
+    assert not has_labels({"tenant": "a", "zone": "2"}, wanted)
+    assert has_labels({}, ())
