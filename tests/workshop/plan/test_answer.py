@@ -1,17 +1,35 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from gateway.config.errors import ConfigError
 from gateway.workshop.plan.answer import (
     Deployment,
     PlanAnswer,
     break_even,
     compare_deployments,
-    contradiction,
-    explain,
-    headline,
 )
-from gateway.workshop.plan.search import Goal, TimeLimit, Workload
+from gateway.workshop.plan.catalogue import (
+    FleetPrice,
+    NodeCatalogue,
+    NodeType,
+    ReferenceModel,
+    fitting_types,
+    packaged_catalogue,
+    read_catalogue,
+)
+from gateway.workshop.plan.search import (
+    FleetPart,
+    Goal,
+    PlanQuestion,
+    TimeLimit,
+    Workload,
+    option_price,
+)
+from gateway.workshop.simulate.fleets import models_from_text
+from tests.each_case import each_case
 from tests.known import known
 from tests.workshop.plan.build import CPU, GPU, a_type, planned
 
@@ -22,13 +40,6 @@ def test_the_cheapest_that_meets_the_goal_is_first() -> None:
     assert [one.parts[0].node_type.name for one in found.options] == ["cpu", "dear"]
     assert found.best is found.options[0]
     assert found.best.trial is not None
-
-
-def test_a_type_that_can_not_meet_the_goal_comes_last_with_its_reason() -> None:
-    found = planned(Workload(500, 100, 100), CPU, GPU, goal=Goal(completion_p95=12.0))
-    assert known(found.best).name == "1 x gpu"
-    rejected = next(one for one in found.options if one.rejected)
-    assert "decode_tps 10 and prefill_tps 100" in rejected.rejected
 
 
 def test_without_prices_the_fewest_machines_are_best() -> None:
@@ -51,14 +62,6 @@ def test_the_peak_sizes_the_fleet_and_the_mean_prices_its_tokens() -> None:
 
 def rows(found: PlanAnswer) -> dict[str, Deployment]:
     return {row.way: row for row in compare_deployments(found, TimeLimit(120.0))}
-
-
-def test_little_work_needs_one_node_and_no_queue() -> None:
-    found = rows(planned(Workload(20, 100, 100), CPU))
-    assert found["single"].verdict == "best"
-    assert "wait, 0.0 s in the mean; simplest" in found["single"].reason
-    assert "one is enough" in found["balanced"].reason
-    assert found["hybrid"].verdict == "no"
 
 
 def test_waits_need_a_queue_that_orders_them() -> None:
@@ -94,39 +97,98 @@ def test_gpus_become_cheaper_where_they_are_used() -> None:
     assert cpu[0] == pytest.approx(0.2 * 730)
 
 
-def test_there_is_no_break_even_of_one_tier_or_without_prices() -> None:
-    assert break_even(planned(Workload(300, 100, 100), CPU)) is None
-    free = a_type("free", price_per_hour=None)
-    assert break_even(planned(Workload(300, 100, 100), free, GPU)) is None
+FIGURES = (
+    "decode_tps", "prefill_tps", "price_per_hour", "price_per_month", "price_per_million_tokens",
+    "watts", "idle_watts",
+)  # fmt: skip
 
 
-def test_every_figure_is_shown_with_what_it_comes_from() -> None:
-    found = planned(Workload(500, 100, 100, peak=2.0), CPU)
-    assert headline(known(found.best)) == "3 x cpu: 438.00 a month"
-    lines = explain(found.question, known(found.best))
-    assert lines["arrivals"] == "500 an hour x peak 2 / 3,600 = 0.2778 a second"
-    assert lines["pure sum"] == (
-        "0.2778 a second x 100 tokens / 10 tokens/s = 2.78: 3 instances of one slot"
+def problems(tmp_path: Path, text: str) -> list[str]:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_catalogue(path)
+    return [str(one).removeprefix(str(path)) for one in caught.value.problems]
+
+
+@each_case("one", packaged_catalogue().types)
+def test_every_figure_of_it_has_a_source_or_is_marked_as_an_example(one: object) -> None:
+    figures = {key for key in FIGURES if getattr(one, key)}
+    assert figures - set(getattr(one, "sources")) == set()  # noqa: B009
+    assert all(getattr(one, "sources").values())  # noqa: B009
+
+
+def test_a_typo_is_reported_with_its_line_and_key(tmp_path: Path) -> None:
+    found = problems(
+        tmp_path,
+        "types:\n  - name: a\n    decode_tps: 3\n    prefil_tps: 4\n    price_per_hour: 1\n",
     )
-    assert "2 x 0.92 s of reading" in lines["slots share"]
-    assert "x (1 + 0.15 x 1)" in lines["slots share"]
-    assert "Allen-Cunneen with Cs²" in lines["estimate"]
-    assert "± " in lines["simulator"]
-    assert "x 730 =" in lines["price"]
-    assert "makes 5.56 a million written" in lines["per token"]
+    assert found[0] == ":2: types[0].prefill_tps: is missing (add it)"
+    assert found[1].startswith(":4: types[0].prefil_tps: unknown key (did you mean prefill_tps?")
 
 
-def test_a_backlog_shows_its_hours_what_repeats_and_that_a_price_is_unknown() -> None:
-    workload = Workload(1000, 1000, 50, repeat=0.8, backlog_hours=2.0)
-    found = planned(workload, a_type(price_per_hour=None))
-    lines = explain(found.question, known(found.best))
-    assert lines["cached"] == "80% of 1000 prompt tokens repeat: 200 are read"
-    assert lines["price"] == "unknown: the node has no price (--price-per-hour)"
-    assert lines["arrivals"] == "1,000 at once / 2 h / 3,600 = 0.1389 a second to be done"
-    assert "all 1,000 done in " in lines["simulator"]
+@each_case(
+    ("line", "problem"),
+    [
+        ("price_per_hour: -1", ":5: types[0].price_per_hour: must be greater than or equal to 0"),
+        ("price_per_hour: .nan", ":5: types[0].price_per_hour: must be a finite number"),
+        ("price_per_month: 1e99", ":5: types[0].price_per_month: must be less than or equal to"),
+        ("tier: tpu", ":5: types[0].tier: "),
+        ("", ":2: types[0]: has no price (write price_per_hour, price_per_month or"),
+        ("watts: 1\n    idle_watts: 2", ":6: types[0].idle_watts: must not be above watts (1)"),
+    ],
+)
+def test_a_wrong_or_missing_figure_is_reported(tmp_path: Path, line: str, problem: str) -> None:
+    text = f"types:\n  - name: a\n    decode_tps: 3\n    prefill_tps: 4\n    {line}\n"
+    assert any(one.startswith(problem) for one in problems(tmp_path, text))
 
 
-def test_a_price_that_contradicts_its_own_speed_is_noticed() -> None:
-    wrong = contradiction(0.20, 10, 0.50)
-    assert "10 tokens/s at 0.20 an hour are 5.56 a million tokens, not 0.50" in wrong
-    assert contradiction(0.20, 10, 5.6) == ""
+def test_a_model_of_twice_the_size_is_half_as_fast() -> None:
+    listed = NodeCatalogue(types=(a_type(memory_gib=16.0),), model=ReferenceModel(gib=4.0))
+    (found,), notes = fitting_types(listed, 8.0)
+    assert (found.decode_tps, found.prefill_tps, notes) == (5.0, 50.0, ())
+
+
+def test_types_that_hold_the_largest_of_several_models_are_planned_with() -> None:
+    types = (a_type("small", memory_gib=4.0), a_type("large", memory_gib=40.0), a_type("unknown"))
+    listed = NodeCatalogue(types=types, model=ReferenceModel(gib=4.0))
+    (found,), notes = fitting_types(listed, None, (), models_from_text("3x2GiB:12GiB"))
+    # Its speeds are for 4 GiB, those of routers for 8.
+    assert (found.name, found.decode_tps) == ("large", 5.0)
+    assert notes == (
+        "small is left out: the model needs 12.0 GiB, it has 4",
+        "unknown is left out: it says no memory_gib for models on demand",
+    )
+
+
+def price_of(
+    *types: NodeType, count: int, requests: float = 1000.0, kwh: float = 0.0
+) -> FleetPrice:
+    """Of so many of each type, which end these requests of 900 and 100 tokens in an hour."""
+    workload = Workload(requests, 900, 100, backlog_hours=1.0)
+    question = PlanQuestion(workload, Goal(), (), price_per_kwh=kwh)
+    return option_price(question, [FleetPart(one, count) for one in types], None)
+
+
+def test_the_price_of_a_fleet_is_paid_whether_it_works_or_not_and_that_of_tokens_is_not() -> None:
+    tokens = {"prompt": 0.1, "completion": 0.4}
+    found = price_of(a_type(price_per_hour=None, price_per_million_tokens=tokens), count=1)
+    assert found.per_hour == pytest.approx(0.9 * 0.1 + 0.1 * 0.4)
+    assert found.per_million_tokens == pytest.approx(0.13)
+    # A month has 730 hours.
+    one = a_type(price_per_hour=None, price_per_month=0.2 * 730)
+    idle, busy = price_of(one, count=2, requests=1.0), price_of(one, count=2)
+    assert idle.per_hour == busy.per_hour == pytest.approx(0.4)
+    assert idle.month == pytest.approx(0.4 * 730)
+    assert idle.per_million_tokens == pytest.approx(400)
+    assert busy.per_million_tokens == pytest.approx(0.4)
+
+
+def test_electricity_lies_between_idle_and_busy() -> None:
+    one = a_type(price_per_hour=0.1, watts=300, idle_watts=100)
+    assert one.electricity(0.0, 0.30) == pytest.approx(0.03)
+    assert one.electricity(0.5, 0.30) == pytest.approx(0.06)
+    assert one.electricity(7.0, 0.30) == pytest.approx(0.09)
+    found = price_of(one, count=2, kwh=0.30)
+    assert found.electricity_per_hour == pytest.approx(0.18)
+    assert found.per_hour == pytest.approx(0.38)

@@ -2,16 +2,14 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
 from itertools import pairwise
-from statistics import fmean, pvariance
+from statistics import fmean
 from typing import Any
 
 import pytest
 
 from gateway.workshop.plan.search import (
     DIRECT,
-    LENGTHS_SCV,
     FleetOption,
     FleetPart,
     Goal,
@@ -22,24 +20,22 @@ from gateway.workshop.plan.search import (
     allen_cunneen,
     alone,
     erlang_c,
-    error_of_mean,
     estimate,
     find_fleet,
     fleet_name,
+    from_trace,
     least_count,
-    least_that,
     make_trace,
     node_times,
-    why_impossible,
 )
-from gateway.workshop.simulate.fleets import SimulatedModel, models_from_text, with_shares
+from gateway.workshop.simulate.fleets import models_from_text, with_shares
 from gateway.workshop.simulate.simulation import (
     Job,
     SimulatedMachine,
     SimulatedServer,
+    Trace,
     TracePrompt,
     build_trace,
-    random_length,
 )
 from tests.each_case import each_case
 from tests.known import known
@@ -72,20 +68,6 @@ def test_allen_cunneen_is_exact_for_one_server() -> None:
     assert allen_cunneen(1.0, 1.0, 1.0) == math.inf
 
 
-@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
-def test_a_goal_is_a_positive_number_of_seconds(seconds: float) -> None:
-    with pytest.raises(ValueError, match="positive number of seconds"):
-        Goal(ttft_p95=seconds)
-    with pytest.raises(ValueError, match="positive number of seconds"):
-        Goal(completion_p95=seconds)
-
-
-def test_made_up_lengths_vary_as_the_estimate_takes_them_to() -> None:
-    rng = random.Random(1)
-    lengths = [random_length(rng, 1000) for _ in range(100_000)]
-    assert pvariance(lengths) / fmean(lengths) ** 2 == pytest.approx(LENGTHS_SCV, rel=0.02)
-
-
 def test_one_slot_is_the_queue_of_the_books() -> None:
     times = node_times(machine(), 300, 100)
     assert times.alone == times.full == pytest.approx(3.0 + 9.9)
@@ -93,18 +75,6 @@ def test_one_slot_is_the_queue_of_the_books() -> None:
     found = estimate(times, 3, arrivals)
     assert found.waiting_share == erlang_c(3, arrivals * times.full)
     assert found.completion == pytest.approx(found.wait + times.full)
-
-
-@pytest.mark.parametrize(("slots", "batch_cost"), [(16, 0.05), (4, 1.5)], ids=str)
-def test_a_node_that_is_not_full_is_faster_than_a_full_one(slots: int, batch_cost: float) -> None:
-    node_type = a_type(slots=slots, decode_tps=20, prefill_tps=500, batch_cost=batch_cost)
-    parts, limit = (FleetPart(node_type, 2),), TimeLimit(60.0)
-    times = node_times(node_type.machine("m"), 400, 200)
-    arrivals = 0.5 * 2 * times.capacity
-    workload = Workload(arrivals * 3600, 400, 200)
-    found = estimate(times, 2, arrivals, lengths_scv=workload.lengths_scv)
-    trial = try_fleet(parts, make_trace(workload, 1000, seed=1), limit, warm=True)
-    assert found.service == pytest.approx(trial.service, rel=0.1)
 
 
 def test_times_are_those_of_the_simulated_server() -> None:
@@ -166,25 +136,6 @@ def test_the_first_tenth_of_the_requests_is_not_counted_and_parts_share_the_rest
     assert trial.wait.mean > 0
 
 
-def test_a_backlog_grows_from_its_sample() -> None:
-    workload = Workload(1000, 100, 100, backlog_hours=5.0)
-    parts = (FleetPart(a_type(slots=2), 2),)
-    whole = try_fleet(parts, make_trace(workload, 1000, 1), TimeLimit(60.0), backlog=1000)
-    sample = try_fleet(parts, make_trace(workload, 250, 1), TimeLimit(60.0), backlog=1000)
-    assert sample.seconds == pytest.approx(whole.seconds, rel=0.1)
-    assert sample.completion.mean == pytest.approx(whole.completion.mean, rel=0.1)
-
-
-def test_the_error_of_a_mean_holds_the_true_mean() -> None:
-    rng = random.Random(5)
-    held = 0
-    for _ in range(200):
-        values = [rng.expovariate(1.0) for _ in range(400)]
-        held += abs(sum(values) / 400 - 1.0) <= error_of_mean(values)
-    assert 180 <= held <= 199
-    assert error_of_mean([1.0] * 39) == math.inf
-
-
 def test_trials_end_when_the_time_is_used_up() -> None:
     now = [0.0]
     told: list[tuple[str, float]] = []
@@ -196,26 +147,6 @@ def test_trials_end_when_the_time_is_used_up() -> None:
         try_fleet((FleetPart(a_type(), 3),), trace, limit)
     assert told == [("2 x node", 0.0), ("3 x node", 1.0)]
     assert limit.trials == 1
-
-
-@each_case("answer", [1, 2, 7, 31, 100])
-def test_the_least_number_is_found_in_few_steps(answer: int) -> None:
-    asked: list[int] = []
-
-    def holds(count: int) -> bool:
-        asked.append(count)
-        return count >= answer
-
-    assert least_that(holds, 1, 100) == answer
-    assert len(asked) <= 15
-    assert len(asked) == len(set(asked))
-    assert least_that(lambda count: False, 1, 100) is None
-
-
-def test_without_a_goal_the_use_decides() -> None:
-    assert least_count(a_type(), WORKLOAD, Goal()) == math.ceil(600 / 3600 * 10.9 / 0.8)
-    assert least_count(a_type(), WORKLOAD, Goal(most_use=1.0)) == 2
-    assert least_count(a_type(servers=2), WORKLOAD, Goal()) == 2
 
 
 def found_for(
@@ -246,30 +177,6 @@ def test_a_node_alone_is_the_fastest_fleet_and_what_an_earlier_turn_has_read_is_
     assert ttft < 1.0
 
 
-def test_an_impossible_goal_names_the_figure_and_by_how_much() -> None:
-    trace = make_trace(WORKLOAD, 1500, seed=1)
-    found = why_impossible(a_type(), trace, Goal(ttft_p95=1.0))
-    assert found.startswith("prefill_tps 100 makes a TTFT p95 of 2.")
-    assert "s above the goal of 1 s: it would take 2" in found
-    found = why_impossible(a_type(), trace, Goal(completion_p95=10.0))
-    assert found.startswith("decode_tps 10 and prefill_tps 100 make a completion p95 of ")
-    assert "times as fast" in found
-    assert why_impossible(a_type(), trace, Goal(ttft_p95=60.0)) == ""
-
-
-def test_nodes_that_load_models_are_as_much_faster_as_the_models_are_smaller() -> None:
-    half = replace(WORKLOAD, models=(SimulatedModel("a", 4 << 30, 4.0, 1.0),))
-    router = FleetPart(a_type(memory_gib=16.0), 1)
-    assert router.capacity(half) == pytest.approx(2 * router.capacity(WORKLOAD))
-    # A plain server's speeds are those of its own model.
-    plain = FleetPart(a_type(), 1)
-    assert plain.capacity(half) == plain.capacity(WORKLOAD)
-    jobs = make_trace(half, 100, 1).jobs
-    assert {one.model for one in jobs} == {"a"}
-    whole = alone(jobs, a_type(memory_gib=16.0))
-    assert alone(jobs, a_type(memory_gib=16.0), half.models) == tuple(one / 2 for one in whole)
-
-
 def test_what_is_too_large_or_too_late_to_be_simulated_is_estimated() -> None:
     huge = Workload(1e9, 100, 1000)
     found = found_for(Goal(), huge)
@@ -284,3 +191,37 @@ def test_what_is_too_large_or_too_late_to_be_simulated_is_estimated() -> None:
     found = found_for(Goal(ttft_p95=5.0), seconds=1e-9)
     assert found.trial is None
     assert found.why_estimated == "1e-09 s for simulations are used up"
+
+
+def test_the_busiest_hour_is_played() -> None:
+    workload = Workload(360, 300, 100, peak=2.0)
+    assert workload.arrivals == pytest.approx(0.2)
+    jobs = make_trace(workload, 5000, seed=1).jobs
+    assert len(jobs) / jobs[-1].time == pytest.approx(0.2, rel=0.05)
+    assert fmean(job.prompt.tokens for job in jobs) == pytest.approx(300, rel=0.05)
+    assert fmean(job.output for job in jobs) == pytest.approx(100, rel=0.05)
+    again, other = (make_trace(workload, 5000, seed).jobs for seed in (1, 2))
+    lengths = [[job.output for job in one] for one in (jobs, again, other)]
+    assert lengths[0] == lengths[1] != lengths[2]
+
+
+def trace_of(*times: float) -> Trace:
+    return build_trace([Job(0, time, TracePrompt(-1 - n, 100), 50) for n, time in enumerate(times)])
+
+
+def test_a_trace_tells_rate_lengths_and_its_busiest_hour() -> None:
+    # Ten an hour for an hour, and twenty in the next two hours together.
+    times = [n * 360.0 for n in range(10)]
+    times += [3600 + n * 240.0 for n in range(15)] + [7200 + n * 720.0 for n in range(6)]
+    found = from_trace(trace_of(*times))
+    assert found.requests_per_hour == pytest.approx(30 / times[-1] * 3600)
+    assert found.peak == pytest.approx(15 / found.requests_per_hour)
+    assert (found.prompt, found.completion, found.repeat) == (100, 50, 0.0)
+    assert from_trace(trace_of(*range(100))).arrival_scv == pytest.approx(0.0)  # regular arrivals
+
+
+def test_what_a_cache_could_know_repeats() -> None:
+    jobs = [Job(0, float(n), TracePrompt(-1 - n, 100, 1, 80), 10) for n in range(101)]
+    assert from_trace(build_trace(jobs)).repeat == pytest.approx(0.8, abs=0.01)
+    turns = [Job(0, 0.0, TracePrompt(5, 100), 50), Job(0, 9.0, TracePrompt(5, 200), 50)]
+    assert from_trace(build_trace(turns)).repeat == pytest.approx(149 / 300)

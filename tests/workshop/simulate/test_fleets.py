@@ -1,19 +1,34 @@
 from __future__ import annotations
 
 import json
+import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from gateway.config.inventory import Inventory, load_inventory
 from gateway.workshop.simulate.fleets import (
+    GIB,
     FleetError,
     NodeSpeeds,
+    RouterFleet,
+    SimulatedModel,
+    describe_placement,
     from_inventory,
     from_text,
+    greedy_placement,
+    models_from_text,
+    random_placements,
     read_speeds,
 )
+from gateway.workshop.simulate.simulation import (
+    Front,
+    Job,
+    simulate,
+)
 from tests.each_case import each_case
+from tests.workshop.simulate.build import job, trace
 
 USUAL = from_text("1x1@10:100+0.2")[0]
 
@@ -79,21 +94,6 @@ nodes:
     assert notes[0].startswith("assumed one slot for n0, n1, n2 and 2 more")
 
 
-@each_case(
-    ("text", "message"),
-    [
-        ("nodes: []", "no node that gets work"),
-        ("nodes:\n  - {name: a, url: http://a}\n", "speeds must be positive"),
-    ],
-)
-def test_an_inventory_that_no_simulation_can_play_is_an_error(
-    tmp_path: Path, text: str, message: str
-) -> None:
-    speeds = {"a": NodeSpeeds("a", float("nan"), 1.0)}
-    with pytest.raises(FleetError, match=message):
-        from_inventory(inventory(tmp_path, text), speeds, USUAL)
-
-
 ROUTERS = """
 defaults: {memory: 48GiB}
 nodes:
@@ -138,18 +138,6 @@ def test_routers_are_those_that_have_models_in_the_measured_speeds(tmp_path: Pat
         from_inventory(without, speeds, USUAL, on_demand=True)
 
 
-def test_speeds_are_what_the_nodes_command_writes(tmp_path: Path) -> None:
-    message = {
-        "nodes": [
-            {"name": "a", "prefill_tps": 600.5, "decode_tps": 40, "slots_total": 2, "state": "up"},
-            {"name": "b", "prefill_tps": None, "decode_tps": None, "slots_total": None},
-        ]
-    }
-    path = tmp_path / "speeds.json"
-    path.write_text(json.dumps(message))
-    assert read_speeds(path) == {"a": NodeSpeeds("a", 600.5, 40.0, None, 2), "b": NodeSpeeds("b")}
-
-
 @each_case(
     ("name", "text", "message"),
     [
@@ -173,3 +161,121 @@ def test_wrong_speeds_are_errors_with_their_place(
         path.write_text(text)
     with pytest.raises(FleetError, match=message):
         read_speeds(path)
+
+
+ROUTER = from_text("1x1@10:1000/16GiB")
+PAIR = [SimulatedModel("a", 8 * GIB, 8.0), SimulatedModel("b", 8 * GIB, 8.0)]
+HALVES = [replace(ROUTER[0], name=name, host="epyc") for name in ("numa0", "numa1")]
+
+
+class ByIndex(Front):
+    """Sends each request to the instance of its place in the trace."""
+
+    def arrive(self, job: Job) -> None:
+        self.fleet.send(job, job.id)
+
+    def ended(self, job: Job) -> None:
+        pass
+
+
+def test_instances_that_compute_at_the_same_time_share_their_routers_speed() -> None:
+    ends = []
+    for count in (1, 2):
+        played = trace([job(prompt=1000, output=10) for _ in range(count)])
+        fleet = simulate(ByIndex(RouterFleet(ROUTER, PAIR, played, loaded={0, 1})))
+        ends.append([one.ended for one in fleet.jobs])
+    # A second to read, of which the first token comes, and nine tokens.
+    assert ends == [[pytest.approx(1.9, abs=0.1)], [pytest.approx(3.8, abs=0.1)] * 2]
+    # When its neighbour has ended, an instance goes on faster: both take a tenth of a second to
+    # read; then 10 s and 1 s alone.
+    played = trace([job(output=101), job(output=11)])
+    long, short = simulate(ByIndex(RouterFleet(ROUTER, PAIR, played, loaded={0, 1}))).jobs
+    assert short.ended == pytest.approx(2.2, abs=0.1)
+    assert long.ended == pytest.approx(0.2 + 1.0 + 10.0, abs=0.1)
+
+
+def test_routers_of_one_host_share_its_memory() -> None:
+    fleet = RouterFleet(HALVES, PAIR)
+    names = [one.machine.name for one in fleet.instances]
+    assert names == ["numa0/a", "numa0/b", "numa1/a", "numa1/b"]
+    fleet.load(0)
+    fleet.load(3)
+    with pytest.raises(ValueError, match="numa1/a does not fit"):
+        fleet.load(2)
+    apart = RouterFleet([replace(one, host="") for one in HALVES], PAIR)
+    for index in range(4):
+        apart.load(index)
+
+
+def test_the_models_of_a_running_fleet_are_read_from_what_its_gateway_tells(
+    tmp_path: Path,
+) -> None:
+    def row(node: str, model: str, memory: int | None, seconds: float) -> dict[str, object]:
+        return {"node": node, "model": model, "memory": memory, "expected_load_seconds": seconds}
+
+    rows = [row("r1", "a", 2 * GIB, 3.0), row("r2", "a", None, 5.0), row("r2", "new", None, 30.0)]
+    path = tmp_path / "models.json"
+    path.write_text(json.dumps({"models": [], "placements": rows, "hosts": {}}))
+    assert models_from_text(str(path)) == [
+        SimulatedModel("a", 2 * GIB, 4.0),
+        SimulatedModel("new", 2 * GIB, 30.0),
+    ]
+    path.write_text(json.dumps({"placements": rows[1:]}))
+    with pytest.raises(FleetError, match="load one, or write"):
+        models_from_text(str(path))
+    path.write_text(json.dumps({"placements": [{}]}))
+    with pytest.raises(FleetError, match="another version"):
+        models_from_text(str(path))
+
+
+def test_placements_by_hand_hold_every_model_and_fit() -> None:
+    routers = from_text("1x2@40:600/16GiB,1x2@40:600/24GiB,1x2@20:300/40GiB")
+    models = models_from_text("6x2GiB:12GiB")
+    fleet = RouterFleet(routers, models)
+    placed = list(random_placements(fleet, 20, random.Random(1)))
+    greedy = greedy_placement(fleet, {"model-1": 90, "model-6": 10})
+    assert greedy is not None
+    assert len(placed) > 10
+    for indexes in (greedy, *placed):
+        by_router = describe_placement(fleet, indexes)
+        assert {name for names in by_router.values() for name in names} == {
+            model.name for model in models
+        }
+        RouterFleet(routers, models, loaded=indexes)  # Raises where they don't fit.
+    too_many = RouterFleet(ROUTER, [*PAIR, SimulatedModel("c", GIB, 1.0)])
+    assert greedy_placement(too_many, {}) is None
+    assert list(random_placements(too_many, 5, random.Random(1))) == []
+
+
+def test_models_are_read_from_text_and_from_a_file(tmp_path: Path) -> None:
+    made = [(one.name, one.memory // GIB) for one in models_from_text("3x2GiB:8GiB")]
+    assert made == [("model-1", 2), ("model-2", 4), ("model-3", 8)]
+    path = tmp_path / "models.yaml"
+    path.write_text(
+        "- {name: qwen3-8b, memory: 9GiB, share: 1}\n"
+        "- {name: tiny, memory: 1GiB, load_seconds: 3, share: 2}\n"
+    )
+    assert models_from_text(str(path)) == [
+        SimulatedModel("qwen3-8b", 9 * GIB, 9.0, 1.0),
+        SimulatedModel("tiny", GIB, 3.0, 2.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- {name: a}", "required field `memory` - at `\\$\\[0\\]`"),
+        ("- {name: a, memory: 1GiB, load_seconds: -1}", r"> 0.0 - at `\$\[0\]\.load_seconds`"),
+        ("- {name: a, memory: 1GiB}\n- {name: a, memory: 1GiB}", "one twice"),
+        ("[]", "holds no model"),
+        ("- {name: a, memory: 1GiB}\n- {name: b, memory: 1GiB, share: 2}", "each model a `share`"),
+        ("- {name: a, memory: 1GiB, share: 0}", r"> 0.0 - at `\$\[0\]\.share`"),
+        ("a: [", "expected"),
+        ("a: 1", "Expected `array`, got `object`"),
+    ],
+)
+def test_a_mistake_in_a_file_of_models_is_reported(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "models.yaml"
+    path.write_text(text)
+    with pytest.raises(FleetError, match=message):
+        models_from_text(str(path))

@@ -1,24 +1,39 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar, cast
 
 import pytest
 
+from gateway.config.scheduling import ModelPlacementSettings, ModelRule
 from gateway.nodes.prompt_cache import CacheLookup
-from gateway.schedule.candidates import HOPE_GUESSED
+from gateway.schedule.core.model_placement import ModelPlacementPolicy
 from gateway.schedule.core.requests import PlacementState
+from gateway.workshop.simulate.fleets import (
+    GIB,
+    RouterFleet,
+    SimulatedModel,
+    from_text,
+)
 from gateway.workshop.simulate.fronts import (
     ExactKnowledge,
+    FewestConnections,
     GatewayFront,
     Knowledge,
     LearntKnowledge,
-    LeastConn,
+    LeastRecentlyUsed,
+    ModelPlacingFront,
 )
-from gateway.workshop.simulate.simulation import Job, SimulatedFleet, SimulatedMachine, simulate
-from tests.lease_requests import expected
+from gateway.workshop.simulate.simulation import (
+    Front,
+    Job,
+    SimulatedFleet,
+    SimulatedMachine,
+    simulate,
+)
+from tests.each_case import each_case
 from tests.workshop.simulate.build import job, machine, play, trace
 
 
@@ -27,15 +42,6 @@ def test_least_conn_sends_at_once_and_takes_turns_among_equals() -> None:
     play(jobs, [machine(1, str(i)) for i in range(3)])
     assert [one.node for one in jobs] == [0, 1, 2, 0, 1, 2, 0]
     assert all(one.sent == one.arrived for one in jobs)
-
-
-def test_maxconn_keeps_the_rest_in_one_queue() -> None:
-    jobs = [job(time=i / 1000, output=100 if i % 2 else 30) for i in range(6)]
-    play(jobs, [machine(1, str(i)) for i in range(2)], partial(LeastConn, capped=True))
-    assert [one.node for one in jobs[:2]] == [0, 1]
-    # The first node is free earlier and gets the next two in their order.
-    assert jobs[2].node == jobs[3].node == 0
-    assert all(one.began == one.sent for one in jobs)
 
 
 class Recording(ExactKnowledge):
@@ -92,17 +98,6 @@ def test_a_request_that_waited_finds_what_was_cached_meanwhile(knowledge: Knowle
     assert jobs[1].cached == 900
 
 
-def test_learnt_lengths_are_those_of_each_caller() -> None:
-    jobs = [
-        job(time=i * 20.0, output=150 if i % 2 else 15, caller="long" if i % 2 else "short")
-        for i in range(60)
-    ]
-    learnt = known_after(jobs, [machine(2, "a"), machine(2, "b")], LearntKnowledge)
-    for caller, output in (("long", 150), ("short", 15)):
-        _, completion = expected(learnt.token_estimates, "", caller, 400, None)
-        assert completion == pytest.approx(output, rel=0.35)
-
-
 def test_a_conversation_returns_to_its_node() -> None:
     """Four nodes, four conversations one after the other: each turn goes to the last one's node."""
     machines = [machine(1, str(number)) for number in range(4)]
@@ -141,14 +136,75 @@ def test_a_warm_gateway_knows_the_speeds_and_a_cold_one_calibrates_and_explores(
     assert found[8:] == [2] * 12
 
 
-def test_machines_of_one_host_are_calibrated_one_after_the_other() -> None:
-    def known(machines: list[SimulatedMachine], seconds: float) -> int:
-        later = [job(time=seconds * place) for place in range(2)]
-        front = GatewayFront(SimulatedFleet(machines, trace(later)), knowledge=LearntKnowledge)
-        simulate(front)
-        return sum(row.hope == HOPE_GUESSED for row in front.state.rows)
+ONE = from_text("1x2@10:1000/10GiB")
+TWO = from_text("2x2@10:1000/10GiB")
+MODELS = [SimulatedModel(name, 8 * GIB, 5.0) for name in ("a", "b", "c")]
 
-    machines = [machine(2, f"n{place}", prefill=100.0) for place in range(12)]
-    # Each takes two seconds or so; at most eight at once.
-    assert known(machines, 3.0) == 8
-    assert known([replace(one, host="one") for one in machines], 7.0) == 3
+
+def asking(*requests: tuple[float, str], **more: str) -> list[Job]:
+    """Requests of a second each: when, and for which model."""
+    made = []
+    for time, model in requests:
+        made.append(job(time, prompt=100, output=10, **more))  # type: ignore[arg-type]
+        made[-1].model = model
+    return made
+
+
+def played(
+    jobs: Sequence[Job],
+    build: Callable[[RouterFleet], Front],
+    routers: object = ONE,
+    loaded: Sequence[int] = (),
+) -> RouterFleet:
+    fleet = RouterFleet(routers, MODELS, trace(jobs), loaded)  # type: ignore[arg-type]
+    simulate(build(fleet))
+    return fleet
+
+
+def placing(
+    models: Mapping[str, ModelRule] | None = None, **settings: float
+) -> Callable[[RouterFleet], Front]:
+    policy = ModelPlacementPolicy(ModelPlacementSettings(**settings), models)  # type: ignore[arg-type]
+    return partial(ModelPlacingFront, placement=policy)
+
+
+def test_a_router_by_itself_loads_the_model_of_a_request_and_unloads_the_least_recent() -> None:
+    jobs = asking((0.0, "a"), (10.0, "b"), (20.0, "a"))
+    fleet = played(jobs, LeastRecentlyUsed)
+    assert fleet.loads == 3
+    assert [round(one.began - one.arrived) for one in fleet.jobs] == [5, 6, 6]
+    # It lets requests end before it unloads their model.
+    jobs = asking((0.0, "a"), (5.5, "b"), (5.6, "a"))
+    first, other, later = played(jobs, LeastRecentlyUsed).jobs
+    assert other.began - first.ended >= 6.0
+    assert later.began > other.ended
+
+
+@each_case("build", [FewestConnections, GatewayFront])
+def test_placed_by_hand_nothing_is_loaded_and_nodes_that_have_the_model_serve(
+    build: Callable[[RouterFleet], Front],
+) -> None:
+    fleet = played(asking((0.0, "a"), (0.0, "a"), (0.0, "b")), build, TWO, loaded=(0, 4))
+    assert fleet.loads == 0
+    assert [one.node for one in fleet.jobs] == [0, 0, 4]
+
+
+def test_the_gateway_serves_a_queue_before_it_changes_the_model() -> None:
+    def alternating(seconds: float) -> list[Job]:
+        return asking(*((place * seconds, "ab"[place % 2]) for place in range(60)))
+
+    alone = played(alternating(2.0), LeastRecentlyUsed).loads
+    assert played(alternating(2.0), placing()).loads < alone
+    # With two routers each model has a node of its own.
+    fleet = played(alternating(0.7), placing(), TWO)
+    assert fleet.loads == 2
+    assert len({(one.model, one.node) for one in fleet.jobs}) == 2
+
+
+def test_no_model_waits_longer_than_the_bound_and_a_load() -> None:
+    jobs = asking(*((place * 0.4, "a") for place in range(300)), (30.0, "b"), (31.0, "c"))
+    fleet = played(jobs, placing(starvation=20.0))
+    waits = {one.model: one.began - one.arrived for one in fleet.jobs if one.model != "a"}
+    # The last ones of `a` must end, and c waits for the hysteresis of b.
+    assert waits["b"] <= 20.0
+    assert waits["c"] <= 20.0 + 10.0 + 8.0

@@ -1,11 +1,7 @@
 from __future__ import annotations
 
-import math
-from itertools import pairwise
-
 import pytest
 
-from gateway.workshop.simulate.fronts import LeastConn
 from gateway.workshop.simulate.simulation import (
     Front,
     Job,
@@ -14,9 +10,6 @@ from gateway.workshop.simulate.simulation import (
     SimulatedPromptCache,
     StuckError,
     TracePrompt,
-    Traffic,
-    common_tokens,
-    generate,
     simulate,
 )
 from tests.each_case import each_case
@@ -66,13 +59,6 @@ def test_prompts_are_read_in_the_order_of_their_slots() -> None:
     assert first.first == pytest.approx(2.048)
 
 
-def test_requests_beyond_the_slots_wait_inside_first_in_first_out() -> None:
-    jobs = play([job(time=i / 100, prompt=100, output=50) for i in range(4)], on=machine(1))
-    assert [one.node for one in jobs] == [0] * 4
-    for earlier, later in pairwise(jobs):
-        assert later.began == pytest.approx(earlier.ended)
-
-
 def test_the_next_turn_waits_for_the_one_before_and_finds_it_but_for_the_last_token() -> None:
     first, turn = play(
         [
@@ -119,22 +105,6 @@ def serve(
     return slot, cached
 
 
-@each_case(
-    ("one", "other", "common"),
-    [
-        (TracePrompt(1, 300), TracePrompt(1, 200), 200),
-        (TracePrompt(1, 300), TracePrompt(2, 300), 0),
-        (TracePrompt(1, 300, 7, 100), TracePrompt(2, 200, 7, 100), 100),
-        (TracePrompt(1, 300, 7, 100), TracePrompt(2, 200, 8, 100), 0),
-        (TracePrompt(1, 300, 0, 0), TracePrompt(2, 200, 0, 0), 0),
-    ],
-)
-def test_prompts_have_the_shorter_of_their_stream_or_their_prefix_in_common(
-    one: TracePrompt, other: TracePrompt, common: int
-) -> None:
-    assert common_tokens(one, other) == common
-
-
 def test_the_slot_with_most_of_the_prompt_takes_it() -> None:
     cache = SimulatedPromptCache(2, 0)
     serve(cache, TracePrompt(1, 100), 0.0)
@@ -143,14 +113,6 @@ def test_the_slot_with_most_of_the_prompt_takes_it() -> None:
     assert serve(cache, TracePrompt(1, 200), 3.0) == (1 - other, 100)
     # One token is always read.
     assert serve(cache, TracePrompt(1, 200), 4.0) == (1 - other, 199)
-
-
-def test_with_a_tenth_in_common_the_slot_idle_longest_takes_the_prompt() -> None:
-    cache = SimulatedPromptCache(2, 0)
-    first, _ = serve(cache, TracePrompt(1, 500, 7, 50), 0.0)
-    serve(cache, TracePrompt(2, 500), 1.0)
-    assert serve(cache, TracePrompt(3, 500, 7, 50), 2.0) == (first, 50)
-    assert serve(cache, TracePrompt(4, 501, 7, 50), 3.0)[1] == 0
 
 
 @each_case(("memory", "kept"), [(10_000, [TracePrompt(1, 1000)]), (0, [])])
@@ -165,52 +127,12 @@ def test_a_prompt_that_lost_its_slot_comes_back_from_host_memory_alone(
     assert TracePrompt(1, 1000) not in cache.host_prompts
 
 
-def test_host_memory_drops_the_oldest_and_takes_no_prompt_that_is_too_large() -> None:
-    cache = SimulatedPromptCache(1, 2000)
-    for stream, tokens in enumerate((900, 900, 900, 2500, 10), start=1):
-        serve(cache, TracePrompt(stream, tokens), float(stream), 1)
-    assert cache.host_prompts == [TracePrompt(2, 900), TracePrompt(3, 900)]
-
-
-def test_a_longer_prompt_replaces_its_own_beginning() -> None:
-    cache = SimulatedPromptCache(2, 10_000)
-    serve(cache, TracePrompt(1, 500), 0.0)
-    serve(cache, TracePrompt(2, 500), 1.0)
-    serve(cache, TracePrompt(1, 800), 2.0)
-    serve(cache, TracePrompt(2, 600), 3.0)
-    assert cache.host_prompts == [TracePrompt(2, 500), TracePrompt(1, 800)]
-
-
-def test_a_large_prompt_is_not_loaded_for_a_small_part() -> None:
-    cache = SimulatedPromptCache(1, 10_000)
-    serve(cache, TracePrompt(1, 1000, 7, 200), 0.0, 1)
-    serve(cache, TracePrompt(2, 1000), 1.0, 1)
-    assert serve(cache, TracePrompt(3, 1000, 7, 200), 2.0, 1) == (0, 0)
-    assert serve(SimulatedPromptCache(1, 0), TracePrompt(1, 10), 0.0, 1) == (0, 0)
-
-
 class Keeper(Front):
     """A front that sends nothing."""
 
     def arrive(self, job: Job) -> None: ...
 
     def ended(self, job: Job) -> None: ...
-
-
-class Delayer(Keeper):
-    """A front that sends each request a second later."""
-
-    def __init__(self, fleet: SimulatedFleet) -> None:
-        super().__init__(fleet)
-        self._kept: list[Job] = []
-
-    def arrive(self, job: Job) -> None:
-        self._kept.append(job)
-        self.alarm = self._kept[0].arrived + 1.0
-
-    def wake(self) -> None:
-        self.fleet.send(self._kept.pop(0), 0)
-        self.alarm = self._kept[0].arrived + 1.0 if self._kept else math.inf
 
 
 def test_a_front_that_serves_nothing_or_whose_alarm_never_ends_is_an_error() -> None:
@@ -220,21 +142,3 @@ def test_a_front_that_serves_nothing_or_whose_alarm_never_ends_is_an_error() -> 
     ringing.alarm = 0.0
     with pytest.raises(StuckError, match="for ever"):
         simulate(ringing)
-
-
-def test_a_front_is_woken_at_its_alarm() -> None:
-    jobs = [job(time=2.0), job(time=2.25)]
-    build.play(jobs, [machine()], Delayer)
-    assert [one.sent for one in jobs] == [3.0, 3.25]
-
-
-def test_progress_is_reported_and_a_trace_can_be_played_again() -> None:
-    played = generate(Traffic(requests=4100, rate=50.0), seed=3)
-    machines = [machine(4, str(i)) for i in range(40)]
-    runs = []
-    for _ in range(2):
-        reported: list[int] = []
-        fleet = simulate(LeastConn(SimulatedFleet(machines, played)), reported.append)
-        assert reported == [2000, 4000]
-        runs.append([(one.node, one.ended) for one in fleet.jobs])
-    assert runs[0] == runs[1]

@@ -39,13 +39,6 @@ def problems(path: Path) -> list[str]:
     return [str(problem).replace(str(path), path.name) for problem in raised.value.problems]
 
 
-def test_a_line_needs_only_its_tokens(tmp_path: Path) -> None:
-    path = written(tmp_path, {"prompt_tokens": 10, "output_tokens": 5})
-    (job,) = read_trace(path).jobs
-    assert (job.time, job.prompt.tokens, job.output, job.max_tokens) == (0.0, 10, 5, None)
-    assert (job.priority_label, job.caller, job.is_later_turn) == ("normal", "", False)
-
-
 def test_requests_are_in_the_order_of_their_times_and_end_at_max_tokens(tmp_path: Path) -> None:
     usual = {"prompt_tokens": 90, "output_tokens": 50, "prefix": "p", "prefix_tokens": 40}
     lines = [usual | {"time": t, "max_tokens": 20} for t in (5, 3.5, 4)]
@@ -111,22 +104,12 @@ def test_a_broken_line_is_an_error_with_line_key_and_remedy(
     assert '(write {"prompt_tokens": 1800, "output_tokens": 120}; keys: ' in problem
 
 
-def test_broken_lines_are_reported_up_to_a_limit(tmp_path: Path) -> None:
-    good = {"prompt_tokens": 1, "output_tokens": 1}
-    assert len(problems(written(tmp_path, good, "x", good, "y", "z"))) == 3
-    assert len(problems(written(tmp_path, *["x"] * 1000))) == 20
-
-
 def test_broken_lines_can_be_skipped_and_are_counted(tmp_path: Path) -> None:
     good = {"prompt_tokens": 1, "output_tokens": 1}
     first, late = good | {"time": 1}, good | {"time": 900, "pause": -1}
     trace = read_trace(written(tmp_path, "x", first, late, good), skip_broken=True)
     # The last one, which has no time, comes with the one before it that is not broken.
     assert ([job.time for job in trace.jobs], trace.skipped) == ([0, 0], 2)
-
-
-def test_a_file_without_requests_is_an_error(tmp_path: Path) -> None:
-    assert problems(written(tmp_path, "")) == ["trace.jsonl: holds no request (write one a line)"]
 
 
 def test_the_azure_layout_is_read_with_a_time_zone_or_without(tmp_path: Path) -> None:
@@ -144,34 +127,12 @@ def test_the_azure_layout_is_read_with_a_time_zone_or_without(tmp_path: Path) ->
     assert times == pytest.approx([0.0, 2.49007], abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("soon,3,4", "a.csv:5: Invalid isoformat string: 'soon' (write such as 2023-11-16"),
-        ("2023-11-16 18:15:46,-3,4", "a.csv:5: Expected `int` >= 1 - at `$.prompt_tokens`"),
-        ("2023-11-16 18:15:46,3", "a.csv:5: has 2 cells"),
-    ],
-)
-def test_a_broken_line_of_a_csv_file_is_an_error(tmp_path: Path, line: str, message: str) -> None:
-    (problem,) = problems(written(tmp_path, AZURE.strip(), line, name="a.csv"))
-    assert problem.startswith(message)
-
-
 def test_a_csv_file_without_its_head_line_is_not_read_further(tmp_path: Path) -> None:
     path = written(tmp_path, "time,tokens", "1,2", "3,4", name="a.csv")
     (problem,) = problems(path)
     assert problem.startswith("a.csv:1: the head line has no TIMESTAMP, ContextTokens, Generat")
     with pytest.raises(ConfigError):
         read_trace(path, skip_broken=True)
-
-
-def test_the_same_seed_makes_the_same_trace() -> None:
-    def drawn(seed: int) -> list[tuple[float, int, int]]:
-        jobs = generate(Traffic(requests=500, rate=2.0), seed).jobs
-        return [(job.time, job.prompt.tokens, job.output) for job in jobs]
-
-    assert drawn(1) == drawn(1)
-    assert drawn(1) != drawn(2)
 
 
 def test_traffic_has_the_requested_rate_and_means() -> None:
@@ -196,18 +157,6 @@ def test_every_turn_continues_the_one_before() -> None:
         assert next_one.prompt.tokens > one.prompt.tokens + one.output
         assert next_one.time > one.time
         assert next_one.is_later_turn
-
-
-def test_tenants_share_their_system_prompts_and_classes_their_part() -> None:
-    jobs = generate(Traffic(requests=5000, rate=5.0, tenants=3, system=700, batch=0.3), 1).jobs
-    assert {job.prompt.prefix for job in jobs} == {1, 2, 3}
-    assert {job.prompt.prefix_tokens for job in jobs} == {700}
-    assert sum(job.priority_label == "batch" for job in jobs) / 5000 == pytest.approx(0.3, abs=0.05)
-
-
-def test_traffic_is_read_from_text() -> None:
-    traffic = parse_figures("rate=2.5, requests=100,turns=1", Traffic)
-    assert (traffic.rate, traffic.requests, traffic.turns) == (2.5, 100, 1.0)
 
 
 @each_case(
@@ -239,26 +188,9 @@ def asked_for(trace: Trace, since: float = 0.0, until: float = math.inf) -> Coun
 MODELS = [f"m{number}" for number in range(8)]
 
 
-def test_models_are_asked_for_by_zipf() -> None:
-    counts = asked_for(generate(Traffic(8000, 10.0, turns=1.0), 1, MODELS)).most_common()
-    assert len(counts) == 8
-    for rank, (_, count) in enumerate(counts, 1):
-        assert count == pytest.approx(8000 / rank / 2.718, rel=0.15)
-
-
 def test_popularity_moves_where_it_is_said_to() -> None:
     for moves, alike in ((0.0, True), (300.0, False)):
         trace = generate(Traffic(6000, 10.0, turns=1.0, moves=moves), 3, MODELS)
         first = asked_for(trace, until=300.0).most_common(3)
         second = asked_for(trace, since=300.0).most_common(3)
         assert ([name for name, _ in first] == [name for name, _ in second]) is alike
-
-
-def test_what_a_burst_adds_is_for_one_model() -> None:
-    traffic = Traffic(6000, 5.0, turns=1.0, burst=6.0, every=600.0, lasting=100.0)
-    trace = generate(traffic, 2, MODELS)
-    usual = asked_for(trace, until=300.0)
-    during = asked_for(trace, since=300.0, until=400.0)
-    (name, count), (_, second) = during.most_common(2)
-    assert count / during.total() > 0.8 > usual[name] / usual.total()
-    assert second / during.total() < 0.1
