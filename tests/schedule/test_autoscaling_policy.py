@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
-
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gateway.config.scheduling import ElasticSettings
 from gateway.nodes.lifecycle import LifecyclePhase
@@ -104,6 +100,15 @@ STORIES: dict[str, list[Step]] = {
         (49, [off(retry_at=50)], [UNSERVED], ""),
         (50, [off(retry_at=50)], [UNSERVED], "start a"),
     ],
+    "a node that was stopped is not started again within the cooldown": [
+        (109, [off(stopped_at=80)], [UNSERVED], ""),
+        (110, [off(stopped_at=80)], [UNSERVED], "start a"),
+    ],
+    "no node is retired within the cooldown after a start": [
+        (0, [on()], [], ""),
+        (74, [on(), on("b", started_at=45, busy=1, **NEEDED)], [], ""),
+        (75, [on(), on("b", started_at=45, busy=1, **NEEDED)], [], "retire a"),
+    ],
 }
 
 
@@ -121,119 +126,6 @@ def test_the_minimum_runs_whatever_the_load_is_and_a_lower_maximum_retires_the_s
     assert verbs(policy.decide([off(), off("b")], [], least, 0)) == [("start", "a")]
     for now in (0, 100):
         assert not policy.decide([on(), off("b")], [], least, now)
+    assert not AutoscalingPolicy().decide([on(busy=2), off("b")], [UNSERVED], most, 0)
     surplus = [on(busy=1), on("b", busy=1)]
     assert verbs(AutoscalingPolicy().decide(surplus, [], most, 0)) == [("retire", "a")]
-
-
-@dataclass
-class World:
-    """Nodes that carry out each action, under a random load."""
-
-    rng: random.Random
-    rules: ElasticSettings
-    nodes: dict[str, StandbyNode]
-    policy: AutoscalingPolicy = field(default_factory=AutoscalingPolicy)
-    now: float = 0.0
-    stopped: dict[str, float] = field(default_factory=dict)
-    started: dict[str, float] = field(default_factory=dict)
-
-    def running(self) -> int:
-        return sum(node.phase is not LifecyclePhase.OFF for node in self.nodes.values())
-
-    def serving(self) -> int:
-        return sum(
-            node.phase in {LifecyclePhase.STARTING, LifecyclePhase.ON}
-            for node in self.nodes.values()
-        )
-
-    def step(self) -> None:
-        rng = self.rng
-        self.now += rng.choice([0.5, 1, 5, 20, 70])
-        for name, node in self.nodes.items():
-            phase = node.phase
-            if phase is LifecyclePhase.STARTING and rng.random() < 0.4:
-                phase = LifecyclePhase.ON
-            busy = node.busy
-            if phase is LifecyclePhase.ON:
-                busy = rng.choice([0, 0, 0, 1, 2])
-            elif phase is LifecyclePhase.RETIRING and busy and rng.random() < 0.5:
-                busy -= 1
-            held = rng.random() < 0.05
-            others = (rng.choice([0, 4, 8]), rng.choice([0, 2, 4]))
-            self.nodes[name] = replace(
-                node, phase=phase, busy=busy, other_slots=others, drained=held
-            )
-        names = list(self.nodes)
-        demands = [
-            WaitingDemand(
-                frozenset(rng.sample(names, rng.randint(1, len(names)))),
-                rng.choice([0, 5, 11, 40, 400]),
-                rng.choice([0, 2, 4]),
-            )
-            for _ in range(rng.choice([0, 0, 1, 2]))
-        ]
-        for action in self.policy.decide(list(self.nodes.values()), demands, self.rules, self.now):
-            self.carry_out(action)
-
-    def carry_out(self, action: ScalingAction) -> None:
-        node, rules, now = self.nodes[action.name], self.rules, self.now
-        match action.verb:
-            case "start":
-                assert node.phase is LifecyclePhase.OFF
-                assert not node.drained
-                assert now - self.stopped.get(node.name, -1e9) >= rules.cooldown
-                self.started[node.name] = now
-                node = replace(node, phase=LifecyclePhase.STARTING, started_at=now)
-            case "retire":
-                assert node.phase is LifecyclePhase.ON
-                assert not node.drained
-                assert all(now - at >= rules.cooldown for at in self.started.values())
-                node = replace(node, phase=LifecyclePhase.RETIRING)
-            case "keep":
-                assert node.phase is LifecyclePhase.RETIRING
-                node = replace(node, phase=LifecyclePhase.ON)
-            case "stop":
-                assert node.phase is LifecyclePhase.RETIRING
-                assert node.busy == 0
-                self.stopped[node.name] = now
-                node = replace(node, phase=LifecyclePhase.OFF, stopped_at=now)
-        before = self.serving()
-        self.nodes[action.name] = node
-        if rules.max is not None:
-            assert self.running() <= rules.max
-        if action.verb == "retire":
-            assert before > rules.min
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    seed=st.integers(0, 1 << 32),
-    count=st.integers(1, 6),
-    least=st.integers(0, 3),
-    more=st.none() | st.integers(0, 3),
-    cooldown=st.sampled_from([0.0, 10.0, 60.0]),
-    stop_after=st.sampled_from([1.0, 30.0, 120.0]),
-)
-def test_any_load_keeps_the_bounds_and_the_cooldown_and_stops_no_busy_node(
-    seed: int, count: int, least: int, more: int | None, cooldown: float, stop_after: float
-) -> None:
-    rules = ElasticSettings(
-        start_above=10,
-        start_after=5,
-        stop_after=stop_after,
-        min=least,
-        max=None if more is None else max(1, least + more),
-        cooldown=cooldown,
-    )
-    nodes = {name: StandbyNode(name, LifecyclePhase.OFF, slots=2) for name in "abcdef"[:count]}
-    world = World(random.Random(seed), rules, nodes)
-    for _ in range(120):
-        world.step()
-        startable = any(
-            node.phase is LifecyclePhase.OFF
-            and not node.drained
-            and world.now - node.stopped_at >= cooldown
-            for node in world.nodes.values()
-        )
-        at_most = rules.max is not None and world.running() >= rules.max
-        assert world.serving() >= rules.min or at_most or not startable

@@ -14,7 +14,6 @@ from gateway.nodes.node import Node
 from gateway.nodes.speed import SpeedPrior
 from gateway.schedule.core.batch_slots import (
     ASK_AGAIN_SECONDS,
-    IN_VAIN_SECONDS,
     LEAST_DECODE_SECONDS,
     LEAST_SECONDS_LEFT,
     MOST_YIELDS,
@@ -247,26 +246,6 @@ async def test_a_row_in_prefill_is_asked_once_it_decodes() -> None:
     world.clock.passes(0.5)
     world.scheduler.check_all()
     assert world.asked == [row.id]
-
-
-@each_case(
-    ("passed", "priority", "tried"),
-    [
-        (0.0, Priority.NORMAL, False),
-        (0.0, Priority.URGENT, True),  # another class is another kind
-        (IN_VAIN_SECONDS, Priority.NORMAL, True),
-    ],
-)
-async def test_for_requests_of_one_kind_it_is_tried_in_vain_once_in_a_while(
-    passed: float, priority: Priority, tried: bool
-) -> None:
-    world = World((node("a", slots=1),))
-    row = world.row(decodes=False)
-    await start_lease(world.scheduler, a_request())
-    world.decode(row)
-    world.clock.passes(passed)
-    await start_lease(world.scheduler, a_request(priority=priority))
-    assert world.asked == [row.id] * tried
 
 
 async def test_others_are_asked_when_the_slot_does_not_come() -> None:

@@ -20,7 +20,6 @@ from gateway.lease import (
     Usage,
     UsageReport,
 )
-from gateway.nodes.node import NodeState
 from gateway.schedule.decision_log import (
     LONGEST_REASON,
     MOST_COLLECTED,
@@ -28,14 +27,13 @@ from gateway.schedule.decision_log import (
     Decision,
     DecisionLog,
     Grant,
-    Queueing,
     Refusal,
 )
 from gateway.schedule.lease_service import LocalLeaseService
 from gateway.schedule.scheduler import Scheduler
 from tests.emulator import EmulatedNode
 from tests.nodes.build import Clock, a_spec
-from tests.schedule.build import a_request, a_scheduler, failed_on, node, settle, start_lease
+from tests.schedule.build import a_request, a_scheduler, failed_on, node, settle
 from tests.virtual import in_virtual_time
 from tests.web.bare_gateway import BareGateway, bare_gateway
 
@@ -99,39 +97,6 @@ def test_each_attempt_is_a_grant_of_its_own() -> None:
     assert second.node.name != first.node.name
 
 
-def test_why_the_others_had_no_room_is_counted() -> None:
-    nodes = [node(name, slots=1) for name in "abcd"]
-    nodes[1].state = NodeState.DRAINING
-    nodes[2].state = NodeState.DOWN
-    scheduler = a_scheduler(*nodes, node("other", models=("another",)))
-    first, second = a_request(), a_request()
-    lease(scheduler, first)
-    lease(scheduler, second)
-    assert only_grant(scheduler, first).out == {"draining": 1, "down": 1}
-    grant = only_grant(scheduler, second)
-    assert grant.out == {"draining": 1, "down": 1, "full": 1}
-    assert grant.comparison is not None
-    assert grant.comparison.nodes.fleet == 5
-
-
-async def test_a_wait_is_remembered_with_its_prediction_until_the_grant() -> None:
-    clock = Clock()
-    scheduler = a_scheduler(node(slots=1), clock=clock)
-    leases = LocalLeaseService(scheduler, scheduler.fleet)
-    running = lease(scheduler, a_request())
-    request = a_request()
-    task = await start_lease(scheduler, request)
-    clock.passes(4.0)
-    leases.ended(AttemptReport(running.id, "ok", 200, True, True, True))
-    await settle()
-    assert task.done()
-    queued, granted = decisions(scheduler.decision_log, request)
-    assert isinstance(queued, Queueing)
-    assert (queued.ahead, queued.waiting) == (0, 0)
-    assert isinstance(granted, Grant)
-    assert granted.at - queued.at == pytest.approx(4.0)
-
-
 async def test_a_refusal_is_remembered_at_once_and_after_a_wait() -> None:
     scheduler = a_scheduler(node(slots=1), queue={"max": 1})
     lease(scheduler, a_request())
@@ -182,23 +147,6 @@ def test_nothing_of_a_prompt_is_kept_alive() -> None:
     kept = msgspec.json.encode(msgspec.to_builtins(only_grant(scheduler, request)))
     assert str(blocks[0]).encode() not in kept
     assert len(kept) < 2000
-
-
-def test_what_is_decided_about_a_followed_request_is_collected_with_its_parts() -> None:
-    scheduler = a_scheduler(node("a", slots=8))
-    log, request, other = scheduler.decision_log, a_request(), a_request()
-    log.follow(request.id)
-    granted = lease(scheduler, request)
-    lease(scheduler, other)
-    part = msgspec.structs.replace(request, id=f"{request.id}.1")
-    of_part = lease(scheduler, part)
-    collected = log.take(request.id)
-    assert collected is not None
-    found = [(one.request_id, one.lease_id) for one in collected if isinstance(one, Grant)]
-    assert found == [(request.id, granted.id), (part.id, of_part.id)]
-    assert log.take(request.id) is None
-    lease(scheduler, request)
-    assert log.followed == {}
 
 
 def test_what_is_followed_is_bounded_in_number_and_length() -> None:

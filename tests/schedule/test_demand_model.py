@@ -17,14 +17,12 @@ from gateway.nodes.node import Node
 from gateway.schedule.core.demand_model import (
     DEFAULT_ANSWER_TOKENS,
     MOST_TOKENS,
-    SessionAffinity,
     TokenEstimates,
 )
 from gateway.schedule.scheduler import LeaseRecord, Scheduler
 from tests.each_case import each_case
 from tests.lease_requests import expected, learn
 from tests.schedule.build import a_request, a_scheduler, lease_at_once, node
-from tests.schedule.queue_simulation import QueueSimulation
 
 USED = Usage(1000, 0, 5)
 
@@ -133,14 +131,6 @@ def test_a_callers_own_ratio_replaces_the_models() -> None:
     assert prompt_of(estimates, 3000, caller="chinese") == pytest.approx(1500, rel=0.06)
     assert prompt_of(estimates, 3000, caller="english 3") == pytest.approx(750, rel=0.06)
     assert prompt_of(estimates, 3000, caller="new") == pytest.approx(800, rel=0.1)
-
-
-def test_token_ids_count_exactly() -> None:
-    estimates = TokenEstimates()
-    for _ in range(20):
-        learn(estimates, "m", "a", 0, 777, 50, None, ids=777)
-    assert expected(estimates, "m", "a", 0, 10, 777)[0] == 777
-    assert prompt_of(estimates, 4000) == pytest.approx(1000)
 
 
 def test_the_tokens_of_images_are_learnt_apart_from_text() -> None:
@@ -283,13 +273,3 @@ def test_a_session_leaves_a_node_that_is_much_slower_than_another(
         factor = 1.0 if row.name == last_node else times
         row.set_speed(100.0 * factor, 0.1 / factor, 0.0)
     assert (serve_by(scheduler, session_request("s", 2)) == last_node) is stays
-
-
-def test_the_session_that_was_quiet_longest_is_forgotten_first() -> None:
-    sim = QueueSimulation((1,))
-    affinity = SessionAffinity(most_sessions=3)
-    for session in ("a", "b", "c", "a", "d"):
-        affinity.placed(session, "demo", sim.rows[0])
-    queued = sim.request()
-    known = [one for one in "abcd" if affinity.penalties(one, "demo", queued)]
-    assert known == ["a", "c", "d"]

@@ -26,7 +26,6 @@ from tests.schedule.build import (
     failed_on,
     lease_at_once,
     node,
-    refused_by,
     settle,
     start_lease,
     take_lease,
@@ -212,16 +211,6 @@ async def test_when_the_last_node_is_removed_waiting_requests_are_refused() -> N
     scheduler.check_all()
     await settle()
     assert refusal(task).code == "model_not_found"
-
-
-async def test_a_node_that_refused_the_request_is_not_tried_again() -> None:
-    scheduler = a_scheduler(node("a"), node("b"))
-    for _ in range(20):
-        lease, _ = await take_lease(scheduler, a_request(), refused_by("a"))
-        assert lease.node.name == "b"
-        lease.release()
-    task = await start_lease(scheduler, a_request(), refused_by("a", "b"))
-    assert refusal(task).status == 502
 
 
 async def test_a_request_that_leaves_the_queue_leaves_nothing_behind() -> None:

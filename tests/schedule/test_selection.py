@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gateway.schedule.candidates import HOPE_AWAITED, HOPE_GUESSED, HOPE_UNKNOWN
+from gateway.schedule.candidates import HOPE_AWAITED, HOPE_UNKNOWN
 from gateway.schedule.core.requests import EXPLORING_REQUESTS, MOST_COMPARED_ROWS
 from gateway.schedule.core.selection import (
     CostColumns,
@@ -116,13 +116,6 @@ def test_how_many_requests_explore_a_node_of_unknown_speed(
     assert explored(sim, **keys).total() == count
 
 
-def test_a_calibrated_node_is_explored_only_if_it_is_faster() -> None:
-    for speed, count in ((100.0, 0), (110.0, 0), (140.0, EXPLORING_REQUESTS)):
-        sim = QueueSimulation((2, 2), speeds=(100.0, speed))
-        unknown(sim, hope=HOPE_GUESSED)
-        assert explored(sim).total() == count, speed
-
-
 @each_case(
     ("completion", "cached", "cost"),
     [(30, {}, 2.0 + 3.0), (10, {0: 150.0}, 0.5 + 1.0), (10, {0: 200.0}, 0.01 + 1.0)],
@@ -172,29 +165,3 @@ def test_numpy_and_the_loop_choose_rows_of_the_same_cost(seed: int) -> None:
             sim.running.append(placement)
         if rng.random() < 0.4 and sim.running:
             sim.finish(rng.choice(sim.running), now)
-
-
-def test_kept_figures_give_the_cost_by_which_the_row_was_chosen() -> None:
-    rng = random.Random(5)
-    sim = QueueSimulation((4,) * 6)
-    for row in sim.rows:
-        row.set_speed(rng.uniform(50, 500), rng.uniform(0.02, 0.2), rng.uniform(0, 0.02))
-        row.set_penalty(rng.choice([0.0, 5.0, -5.0]))
-    for _ in range(30):
-        queued = sim.request(
-            prompt_tokens=rng.uniform(1, 3000),
-            completion_tokens=rng.choice([1.0, rng.uniform(2, 400)]),
-            cached=rng.choice([{}, {0: 50.0, 3: 5000.0}]),
-            penalties=rng.choice([{}, {1: 7.0, 2: -1.5}]),
-        )
-        now = rng.uniform(0, 20)
-        available = available_rows(sim.state, queued)
-        if available is not None:
-            row = rng.choice(available.rows)
-            costs = {one.name: row_cost(one, queued, now) for one in sim.rows}
-            found = compare(available, queued, row, LeastFinish(sim.state), now)
-            sim.dispatcher.place(queued, now)
-            for figures in (found.chosen, *found.others):
-                assert cost_of_figures(
-                    found, figures, queued.prompt_tokens, queued.completion_tokens
-                ) == pytest.approx(costs[figures.name], rel=1e-12)

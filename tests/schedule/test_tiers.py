@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.config.inventory import NodeSpec, TokenCost
+from gateway.config.inventory import TokenCost
 from gateway.config.scheduling import HybridSettings, SpillSettings
-from gateway.nodes.prices import TEMPLATE_TOKENS, cost_of, most_cost
+from gateway.nodes.prices import cost_of, most_cost
 from gateway.schedule.core.tiers import (
     SpillBudget,
     SpillReservation,
@@ -320,32 +320,6 @@ def test_whenever_one_is_admitted_the_share_holds(
 
 
 # Costs.
-
-
-BY_TOKENS = a_spec(cost_per_million_tokens=TokenCost(prompt=1.0, completion=4.0))
-BY_PROMPT = a_spec(cost_per_million_tokens=TokenCost(prompt=1.0))
-BY_THE_HOUR = a_spec(cost_per_hour=2.0)
-
-
-@each_case(
-    ("spec", "keys", "most"),
-    [
-        (BY_TOKENS, {}, (1000 + TEMPLATE_TOKENS + 400) / 1e6),
-        (BY_TOKENS, {"slots": 2}, (1000 + TEMPLATE_TOKENS + 800) / 1e6),
-        (BY_TOKENS, {"max_tokens": 10**18, "context": 500}, 2500 / 1e6),
-        (BY_TOKENS, {"max_tokens": None, "context": 500}, 2500 / 1e6),
-        (BY_TOKENS, {"max_tokens": None}, math.inf),
-        (BY_PROMPT, {"max_tokens": None}, (1000 + TEMPLATE_TOKENS) / 1e6),
-        (BY_THE_HOUR, {"prompt_bytes": 10**9, "max_tokens": None, "seconds": 3600.0}, 0.25),
-    ],
-)
-def test_the_most_cost_is_that_of_the_longest_answer_to_the_longest_prompt_in_the_longest_time(
-    spec: NodeSpec, keys: dict[str, Any], most: float
-) -> None:
-    given: dict[str, Any] = {
-        "prompt_bytes": 1000, "max_tokens": 100, "context": None, "slots": 1, "seconds": 60.0,
-    }  # fmt: skip
-    assert most_cost(spec, 8, **given | keys) == pytest.approx(most)
 
 
 @given(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
-import random
 import time
 from itertools import takewhile
 from typing import Any
@@ -22,29 +20,17 @@ from gateway.workshop.bench.exchange import (
     RequestResult,
     StreamReader,
     is_finished,
-    is_this_machine,
 )
 from gateway.workshop.bench.load import (
-    MOST_REQUESTS,
-    OPEN_SECONDS,
     TICK_SECONDS,
     LagMonitor,
     LoadError,
     Loop,
     parse_loads,
-    poisson_times,
 )
 from gateway.workshop.simulate.simulation import TracePrompt
 from tests.each_case import each_case
 from tests.workshop.bench.measuring import STREAM_HEAD, measure, odd_server, plain_answer
-
-
-def test_only_own_addresses_are_this_machine() -> None:
-    assert is_this_machine("127.0.0.1")
-    assert is_this_machine("localhost")
-    assert not is_this_machine("192.0.2.1")  # of no machine at all: RFC 5737
-    assert not is_this_machine("no-such-host.invalid")
-    assert not is_this_machine("a" * 300)
 
 
 async def test_without_usage_words_are_taken_for_tokens_and_that_is_said() -> None:
@@ -94,23 +80,6 @@ def test_prompts_of_one_prefix_have_it_in_common_and_no_more() -> None:
     assert words(TracePrompt(1, 100, 7, 100)) == words(TracePrompt(2, 100, 7, 100))
 
 
-def test_a_later_turn_begins_with_all_of_the_earlier_one() -> None:
-    calibration = Calibration(1.7, 9.0)
-    earlier = words(TracePrompt(3, 400, 7, 150), calibration=calibration)
-    later = words(TracePrompt(3, 700, 7, 150), calibration=calibration)
-    assert later[: len(earlier)] == earlier
-    assert len(later) > len(earlier)
-
-
-def test_a_duration_alone_bounds_the_time_and_not_the_number() -> None:
-    (load,) = parse_loads(Loop.CLOSED, "4", None, 30.0)
-    assert (load.requests, load.seconds) == (MOST_REQUESTS, 30.0)
-    (load,) = parse_loads(Loop.CLOSED, "4", 7, 30.0)
-    assert (load.requests, load.seconds) == (7, 30.0)
-    (load,) = parse_loads(Loop.POISSON, "0.5", None, None)
-    assert (load.requests, load.seconds) == (MOST_REQUESTS, OPEN_SECONDS)
-
-
 LEVELS = ("", "0", "1,,2", "-1", "1.5", "a", "99999", "1" * 5000, "²", ",".join("1" * 40))
 RATES = ("", "0", "-1", "nan", "inf", "1e9", "x")
 
@@ -122,18 +91,6 @@ RATES = ("", "0", "-1", "nan", "inf", "1e9", "x")
 def test_impossible_levels_and_rates_are_refused(loop: Loop, text: str) -> None:
     with pytest.raises(LoadError):
         parse_loads(loop, text, None, None)
-
-
-def test_arrivals_have_the_rate_and_vary_as_a_poisson_process_does() -> None:
-    (load,) = parse_loads(Loop.POISSON, "4", 20_000, None)
-    times = list(poisson_times(load, random.Random(1)))
-    assert len(times) == 20_000
-    assert times == sorted(times)
-    assert len(times) / times[-1] == pytest.approx(4, rel=0.03)
-    gaps = [b - a for a, b in itertools.pairwise(times)]
-    mean = sum(gaps) / len(gaps)
-    variance = sum((gap - mean) ** 2 for gap in gaps) / len(gaps)
-    assert variance == pytest.approx(mean**2, rel=0.1)
 
 
 async def test_work_that_blocks_the_event_loop_is_seen_as_lag_and_cpu_time() -> None:
@@ -163,15 +120,6 @@ def read(*pieces: bytes, most_events: int = 100) -> tuple[RequestResult, StreamR
     for number, piece in enumerate(pieces, start=1):
         reader.feed(piece, float(number))
     return result, reader
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 50, 1000])
-@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
-def test_pieces_of_any_size_are_the_same_events(size: int, line_end: bytes) -> None:
-    stream = (b":\n" + EVENTS + b"data: [DONE]\n\n").replace(b"\n", line_end)
-    result, reader = read(*(stream[at : at + size] for at in range(0, len(stream), size)))
-    assert result.events == 3
-    assert reader.is_done
 
 
 @pytest.mark.parametrize(

@@ -108,15 +108,6 @@ async def test_a_trace_is_played_and_a_later_turn_waits_for_the_one_before(tmp_p
 
 
 @in_virtual_time
-async def test_a_common_prefix_is_common() -> None:
-    async with EmulatedNode(slots=1, cache_ram=100_000) as node:
-        shared = only(await measure(node.url, pattern=RequestPattern(200, 4, 150)))
-        apart = only(await measure(node.url, pattern=RequestPattern(200, 4)))
-    assert shared.cached_tokens == pytest.approx(150, rel=0.1)
-    assert known(apart.cached_tokens) < 20
-
-
-@in_virtual_time
 async def test_several_tokens_in_a_segment_do_not_change_the_time_between_tokens() -> None:
     async with EmulatedNode(slots=2, decode_tps=50) as node:
         node.faults.set("merge", count=4, path="/v1/chat/completions")

@@ -42,14 +42,6 @@ def test_the_cheapest_that_meets_the_goal_is_first() -> None:
     assert found.best.trial is not None
 
 
-def test_without_prices_the_fewest_machines_are_best() -> None:
-    fast = a_type("fast", decode_tps=40, prefill_tps=400, price_per_hour=None)
-    slow = a_type("slow", price_per_hour=None)
-    best = known(planned(Workload(1500, 100, 100), slow, fast).best)
-    assert best.parts[0].node_type.name == "fast"
-    assert best.price.per_hour is None
-
-
 def test_the_peak_sizes_the_fleet_and_the_mean_prices_its_tokens() -> None:
     flat, peaky = (
         known(planned(Workload(300, 100, 100, peak=peak), CPU).best) for peak in (1.0, 4.0)
@@ -118,15 +110,6 @@ def test_every_figure_of_it_has_a_source_or_is_marked_as_an_example(one: object)
     assert all(getattr(one, "sources").values())  # noqa: B009
 
 
-def test_a_typo_is_reported_with_its_line_and_key(tmp_path: Path) -> None:
-    found = problems(
-        tmp_path,
-        "types:\n  - name: a\n    decode_tps: 3\n    prefil_tps: 4\n    price_per_hour: 1\n",
-    )
-    assert found[0] == ":2: types[0].prefill_tps: is missing (add it)"
-    assert found[1].startswith(":4: types[0].prefil_tps: unknown key (did you mean prefill_tps?")
-
-
 @each_case(
     ("line", "problem"),
     [
@@ -141,12 +124,6 @@ def test_a_typo_is_reported_with_its_line_and_key(tmp_path: Path) -> None:
 def test_a_wrong_or_missing_figure_is_reported(tmp_path: Path, line: str, problem: str) -> None:
     text = f"types:\n  - name: a\n    decode_tps: 3\n    prefill_tps: 4\n    {line}\n"
     assert any(one.startswith(problem) for one in problems(tmp_path, text))
-
-
-def test_a_model_of_twice_the_size_is_half_as_fast() -> None:
-    listed = NodeCatalogue(types=(a_type(memory_gib=16.0),), model=ReferenceModel(gib=4.0))
-    (found,), notes = fitting_types(listed, 8.0)
-    assert (found.decode_tps, found.prefill_tps, notes) == (5.0, 50.0, ())
 
 
 def test_types_that_hold_the_largest_of_several_models_are_planned_with() -> None:
@@ -182,13 +159,3 @@ def test_the_price_of_a_fleet_is_paid_whether_it_works_or_not_and_that_of_tokens
     assert idle.month == pytest.approx(0.4 * 730)
     assert idle.per_million_tokens == pytest.approx(400)
     assert busy.per_million_tokens == pytest.approx(0.4)
-
-
-def test_electricity_lies_between_idle_and_busy() -> None:
-    one = a_type(price_per_hour=0.1, watts=300, idle_watts=100)
-    assert one.electricity(0.0, 0.30) == pytest.approx(0.03)
-    assert one.electricity(0.5, 0.30) == pytest.approx(0.06)
-    assert one.electricity(7.0, 0.30) == pytest.approx(0.09)
-    found = price_of(one, count=2, kwh=0.30)
-    assert found.electricity_per_hour == pytest.approx(0.18)
-    assert found.per_hour == pytest.approx(0.38)

@@ -13,11 +13,9 @@ from gateway.workshop.plan.search import (
     FleetOption,
     FleetPart,
     Goal,
-    OutOfTimeError,
     PlanQuestion,
     TimeLimit,
     Workload,
-    allen_cunneen,
     alone,
     erlang_c,
     estimate,
@@ -59,22 +57,6 @@ def machine(slots: int = 1, decode: float = 10, prefill: float = 100) -> Simulat
 )  # fmt: skip
 def test_erlang_c_is_that_of_the_tables(servers: int, offered: float, probability: float) -> None:
     assert erlang_c(servers, offered) == pytest.approx(probability, rel=1e-3)
-
-
-def test_allen_cunneen_is_exact_for_one_server() -> None:
-    # Pollaczek-Khinchine: wait = rho / (mu - lambda) (1 + Cs²) / 2.
-    assert allen_cunneen(0.8, 0.8, 1.0) == pytest.approx(4.0)
-    assert allen_cunneen(0.8, 0.8, 1.0, service_scv=0.0) == pytest.approx(2.0)
-    assert allen_cunneen(1.0, 1.0, 1.0) == math.inf
-
-
-def test_one_slot_is_the_queue_of_the_books() -> None:
-    times = node_times(machine(), 300, 100)
-    assert times.alone == times.full == pytest.approx(3.0 + 9.9)
-    arrivals = 0.6 * 3 * times.capacity
-    found = estimate(times, 3, arrivals)
-    assert found.waiting_share == erlang_c(3, arrivals * times.full)
-    assert found.completion == pytest.approx(found.wait + times.full)
 
 
 def test_times_are_those_of_the_simulated_server() -> None:
@@ -134,19 +116,6 @@ def test_the_first_tenth_of_the_requests_is_not_counted_and_parts_share_the_rest
     trial = try_fleet((FleetPart(a_type(), 1),), trace, TimeLimit(60.0), policy=DIRECT)
     assert trial.waiting_share > 0.5
     assert trial.wait.mean > 0
-
-
-def test_trials_end_when_the_time_is_used_up() -> None:
-    now = [0.0]
-    told: list[tuple[str, float]] = []
-    limit = TimeLimit(10.0, clock=lambda: now[0], on_trial=lambda *trial: told.append(trial))
-    trace = make_trace(WORKLOAD, 100, seed=1)
-    try_fleet((FleetPart(a_type(), 2),), trace, limit)
-    now[0] = 10.0
-    with pytest.raises(OutOfTimeError, match="10 s for simulations are used up"):
-        try_fleet((FleetPart(a_type(), 3),), trace, limit)
-    assert told == [("2 x node", 0.0), ("3 x node", 1.0)]
-    assert limit.trials == 1
 
 
 def found_for(
@@ -218,10 +187,3 @@ def test_a_trace_tells_rate_lengths_and_its_busiest_hour() -> None:
     assert found.peak == pytest.approx(15 / found.requests_per_hour)
     assert (found.prompt, found.completion, found.repeat) == (100, 50, 0.0)
     assert from_trace(trace_of(*range(100))).arrival_scv == pytest.approx(0.0)  # regular arrivals
-
-
-def test_what_a_cache_could_know_repeats() -> None:
-    jobs = [Job(0, float(n), TracePrompt(-1 - n, 100, 1, 80), 10) for n in range(101)]
-    assert from_trace(build_trace(jobs)).repeat == pytest.approx(0.8, abs=0.01)
-    turns = [Job(0, 0.0, TracePrompt(5, 100), 50), Job(0, 9.0, TracePrompt(5, 200), 50)]
-    assert from_trace(build_trace(turns)).repeat == pytest.approx(149 / 300)

@@ -19,11 +19,9 @@ from gateway.workshop.simulate.comparison import (
     lower_bound,
 )
 from gateway.workshop.simulate.fleets import from_text, models_from_text
-from gateway.workshop.simulate.fronts import GatewayFront, LearntKnowledge, LeastConn
 from gateway.workshop.simulate.report import summarise
 from gateway.workshop.simulate.simulation import (
     NO_REQUESTS,
-    Job,
     SimulatedFleet,
     SimulatedMachine,
     Trace,
@@ -59,22 +57,6 @@ def test_least_finish_is_well_ahead_of_counting_connections(exact: bool) -> None
     assert ours.completion.mean < 0.85 * nginx.completion.mean
     assert ours.ttft.p95 < 0.85 * nginx.ttft.p95
     assert ours.cached_share > nginx.cached_share
-
-
-def test_prompts_believed_cached_mostly_are() -> None:
-    """What the gateway believes to be cached when it places a request, compared with what was."""
-    believed: list[tuple[float, int]] = []
-
-    class Watched(GatewayFront):
-        def ended(self, job: Job) -> None:
-            cached = self._queued[job.id].cached
-            believed.append((cached.get(job.node, 0.0), job.cached))
-            super().ended(job)
-
-    traffic = generate(Traffic(requests=1500, rate=0.8), 2)
-    play(traffic.jobs, FLEET, partial(Watched, knowledge=LearntKnowledge))
-    wrong = sum(abs(guess - real) for guess, real in believed)
-    assert wrong < 0.2 * sum(real for _, real in believed)
 
 
 @pytest.mark.slow
@@ -174,32 +156,8 @@ def test_a_run_is_summed_up() -> None:
     assert summarise("nginx", SimulatedFleet([], NO_REQUESTS)).requests == 0
 
 
-CAPPED = partial(LeastConn, capped=True)
-
-
 def mean(fleet: SimulatedFleet) -> float:
     return sum(one.ended - one.arrived for one in fleet.jobs) / len(fleet.jobs)
-
-
-def test_fast_nodes_that_are_too_few_for_all_do_not_serve_all() -> None:
-    """Ten fast nodes could serve a tenth of this; the bound must not assume that they serve all."""
-    jobs = [job(time=i * 0.05, prompt=100, output=101) for i in range(4000)]
-    machines = [machine(1, f"fast{i}") for i in range(10)]
-    machines += [machine(1, f"slow{i}", prefill=100.0, decode=1.0) for i in range(2000)]
-    fleet = play(jobs, machines, CAPPED)
-    alone_on_the_fastest = 0.1 + 100 * 0.1
-    assert alone_on_the_fastest * 4 < lower_bound(fleet) < mean(fleet)
-
-
-def test_the_bound_of_a_single_request_is_its_time_and_above_capacity_queueing_counts() -> None:
-    alone = play([job(prompt=300, output=20)], [machine()])
-    assert lower_bound(alone) == pytest.approx(mean(alone))
-    assert lower_bound(SimulatedFleet([], NO_REQUESTS)) == 0.0
-    jobs = [job(prompt=100, output=101) for _ in range(100)]
-    fleet = play(jobs, [machine(1)], CAPPED)
-    # One after the other, each of 10.1 s: the best there is, but for the first step.
-    assert mean(fleet) == pytest.approx(10.1 * 101 / 2)
-    assert 0.9 * mean(fleet) < lower_bound(fleet) <= mean(fleet)
 
 
 @settings(max_examples=12, deadline=None)

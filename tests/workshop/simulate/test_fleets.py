@@ -247,20 +247,6 @@ def test_placements_by_hand_hold_every_model_and_fit() -> None:
     assert list(random_placements(too_many, 5, random.Random(1))) == []
 
 
-def test_models_are_read_from_text_and_from_a_file(tmp_path: Path) -> None:
-    made = [(one.name, one.memory // GIB) for one in models_from_text("3x2GiB:8GiB")]
-    assert made == [("model-1", 2), ("model-2", 4), ("model-3", 8)]
-    path = tmp_path / "models.yaml"
-    path.write_text(
-        "- {name: qwen3-8b, memory: 9GiB, share: 1}\n"
-        "- {name: tiny, memory: 1GiB, load_seconds: 3, share: 2}\n"
-    )
-    assert models_from_text(str(path)) == [
-        SimulatedModel("qwen3-8b", 9 * GIB, 9.0, 1.0),
-        SimulatedModel("tiny", GIB, 3.0, 2.0),
-    ]
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

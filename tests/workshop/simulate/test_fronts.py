@@ -19,7 +19,6 @@ from gateway.workshop.simulate.fleets import (
 )
 from gateway.workshop.simulate.fronts import (
     ExactKnowledge,
-    FewestConnections,
     GatewayFront,
     Knowledge,
     LearntKnowledge,
@@ -33,15 +32,7 @@ from gateway.workshop.simulate.simulation import (
     SimulatedMachine,
     simulate,
 )
-from tests.each_case import each_case
 from tests.workshop.simulate.build import job, machine, play, trace
-
-
-def test_least_conn_sends_at_once_and_takes_turns_among_equals() -> None:
-    jobs = [job(time=i / 1000, output=100) for i in range(7)]
-    play(jobs, [machine(1, str(i)) for i in range(3)])
-    assert [one.node for one in jobs] == [0, 1, 2, 0, 1, 2, 0]
-    assert all(one.sent == one.arrived for one in jobs)
 
 
 class Recording(ExactKnowledge):
@@ -96,20 +87,6 @@ def test_a_request_that_waited_finds_what_was_cached_meanwhile(knowledge: Knowle
     play(jobs, [machine(1)], partial(GatewayFront, knowledge=knowledge))
     assert jobs[1].began == jobs[0].ended
     assert jobs[1].cached == 900
-
-
-def test_a_conversation_returns_to_its_node() -> None:
-    """Four nodes, four conversations one after the other: each turn goes to the last one's node."""
-    machines = [machine(1, str(number)) for number in range(4)]
-    jobs = [
-        job(turn * 100.0 + stream * 10, prompt=800 * (turn + 1), output=20, stream=stream)
-        for turn in range(6)
-        for stream in (1, 2, 3, 4)
-    ]
-    known_after(jobs, machines, LearntKnowledge)
-    later = [one for one in jobs if one.is_later_turn]
-    assert len(later) == 20
-    assert all(one.cached >= one.prompt.tokens - 800 - 1 for one in later)
 
 
 FLEET = [
@@ -178,15 +155,6 @@ def test_a_router_by_itself_loads_the_model_of_a_request_and_unloads_the_least_r
     first, other, later = played(jobs, LeastRecentlyUsed).jobs
     assert other.began - first.ended >= 6.0
     assert later.began > other.ended
-
-
-@each_case("build", [FewestConnections, GatewayFront])
-def test_placed_by_hand_nothing_is_loaded_and_nodes_that_have_the_model_serve(
-    build: Callable[[RouterFleet], Front],
-) -> None:
-    fleet = played(asking((0.0, "a"), (0.0, "a"), (0.0, "b")), build, TWO, loaded=(0, 4))
-    assert fleet.loads == 0
-    assert [one.node for one in fleet.jobs] == [0, 0, 4]
 
 
 def test_the_gateway_serves_a_queue_before_it_changes_the_model() -> None:

@@ -87,15 +87,6 @@ def test_every_token_of_a_busy_node_is_accounted_for() -> None:
     assert not server.queue
 
 
-@each_case(
-    ("key", "value"),
-    [("prefill", 0.0), ("decode", float("nan")), ("batch_cost", -1.0), ("batch", 2)],
-)
-def test_an_impossible_machine_is_refused(key: str, value: float) -> None:
-    with pytest.raises(ValueError, match=r"must|needs"):
-        machine(2, **{key: value})
-
-
 def serve(
     cache: SimulatedPromptCache, prompt: TracePrompt, now: float, slots: int = 2
 ) -> tuple[int, int]:

@@ -39,16 +39,6 @@ def problems(path: Path) -> list[str]:
     return [str(problem).replace(str(path), path.name) for problem in raised.value.problems]
 
 
-def test_requests_are_in_the_order_of_their_times_and_end_at_max_tokens(tmp_path: Path) -> None:
-    usual = {"prompt_tokens": 90, "output_tokens": 50, "prefix": "p", "prefix_tokens": 40}
-    lines = [usual | {"time": t, "max_tokens": 20} for t in (5, 3.5, 4)]
-    jobs = read_trace(written(tmp_path, *lines)).jobs
-    assert [(job.time, job.output) for job in jobs] == [(0.0, 20), (0.5, 20), (1.5, 20)]
-    # Without a session they share no more than their prefix.
-    assert len({job.prompt.stream for job in jobs}) == 3
-    assert len({job.prompt.prefix for job in jobs}) == 1
-
-
 def test_every_key_is_read(tmp_path: Path) -> None:
     one = {
         "time": 1700000000.5,
@@ -125,14 +115,6 @@ def test_the_azure_layout_is_read_with_a_time_zone_or_without(tmp_path: Path) ->
     later = written(tmp_path, head, *(f"{stamp},5,1" for stamp in stamps), name="a.csv")
     times = [job.time for job in read_trace(later).jobs]
     assert times == pytest.approx([0.0, 2.49007], abs=1e-5)
-
-
-def test_a_csv_file_without_its_head_line_is_not_read_further(tmp_path: Path) -> None:
-    path = written(tmp_path, "time,tokens", "1,2", "3,4", name="a.csv")
-    (problem,) = problems(path)
-    assert problem.startswith("a.csv:1: the head line has no TIMESTAMP, ContextTokens, Generat")
-    with pytest.raises(ConfigError):
-        read_trace(path, skip_broken=True)
 
 
 def test_traffic_has_the_requested_rate_and_means() -> None:

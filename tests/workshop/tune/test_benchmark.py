@@ -17,7 +17,6 @@ from gateway.workshop.tune.benchmark import (
     ServerBenchmark,
     StreamSample,
     combined_throughput,
-    longest_silence,
     other_work_between,
     read_cpu_times,
 )
@@ -159,13 +158,6 @@ def test_the_speed_of_streams_is_all_tokens_over_all_time_but_not_that_of_a_bunc
     assert combined_throughput(late) == 40.0
     with pytest.raises(BenchmarkError, match="one piece"):
         combined_throughput([stream((0, 1), (1, 2)), stream((0, 30))])
-
-
-def test_silence_counts_from_the_neighbour_s_prompt_on() -> None:
-    times = [0.0, 5.0, 5.1, 5.2, 7.2, 7.3]
-    assert longest_silence(times, since=5.1) == pytest.approx(2.0)
-    assert longest_silence(times, since=4.0) == 5.0
-    assert longest_silence(times, since=9.0) == 0.0
 
 
 async def benchmark(

@@ -127,15 +127,6 @@ def test_knobs_that_depend_on_each_other_are_turned_again() -> None:
     assert measured <= 1.5 * MOST
 
 
-def test_a_setting_that_does_not_run_ends_its_direction_only() -> None:
-    search = Search(SPACE, START)
-    surface = towards(Setting(16, 512, 256, 8, "free"))
-    for setting in search.settings_to_measure():
-        search.history.add(setting, None if setting.slots > 3 else surface(setting))
-    assert search.best.slots == 3
-    assert {setting.slots for setting in search.history.failed} == {4}
-
-
 async def test_a_search_ends_with_the_best_and_says_by_how_much(bench: Bench) -> None:
     session = bench.session()
     await bench.run(session)
