@@ -28,6 +28,7 @@ from gateway.schedule.scheduler import Scheduler
 from gateway.terms import Priority
 from tests.calls import count_calls
 from tests.each_case import each_case
+from tests.known import known
 from tests.nodes.build import Clock
 from tests.schedule.build import (
     a_request,
@@ -78,15 +79,13 @@ def test_lower_classes_are_refused_first_but_a_short_queue_has_room_for_all(
 
 
 def test_a_full_queue_advises_when_a_place_comes_free() -> None:
-    found = refusal(an_admission(queue={"max": 3}), NORMAL, 3, 0.0, 7.0)
-    assert found is not None
+    found = known(refusal(an_admission(queue={"max": 3}), NORMAL, 3, 0.0, 7.0))
     assert (found.status, found.code, found.retry_after) == (429, "queue_full", 7.0)
 
 
 def test_a_predicted_wait_beyond_the_classes_limit_is_refused_at_once() -> None:
     admission = an_admission(queue={"max_wait": 100}, classes={"batch": {"max_wait": 1000}})
-    found = refusal(admission, NORMAL, 1, 101.0, 5.0)
-    assert found is not None
+    found = known(refusal(admission, NORMAL, 1, 101.0, 5.0))
     assert (found.status, found.code, found.retryable) == (503, "queue_timeout", False)
     # When the wait has fallen to where the class is admitted again: 0.8 x 0.9 x 100 s.
     assert found.retry_after == pytest.approx(101.0 - 72.0)
@@ -96,8 +95,7 @@ def test_a_predicted_wait_beyond_the_classes_limit_is_refused_at_once() -> None:
 def test_a_class_refused_for_the_wait_stays_refused_until_the_wait_has_fallen() -> None:
     admission = an_admission(queue={"max_wait": 100, "reopen": 0.5})
     assert refusal(admission, NORMAL, 5, 89.0, 5.0) is None
-    refused = refusal(admission, NORMAL, 5, 91.0, 5.0)
-    assert refused is not None
+    refused = known(refusal(admission, NORMAL, 5, 91.0, 5.0))
     assert refused.code == "queue_full"
     assert refused.retry_after == pytest.approx(91.0 - 45.0)
     assert code(refusal(admission, NORMAL, 5, 60.0, 5.0)) == "queue_full"

@@ -32,6 +32,7 @@ from gateway.schedule.decision_log import (
 from gateway.schedule.lease_service import LocalLeaseService
 from gateway.schedule.scheduler import Scheduler
 from tests.emulator import EmulatedNode
+from tests.known import known
 from tests.nodes.build import Clock, a_spec
 from tests.schedule.build import a_request, a_scheduler, failed_on, node, settle
 from tests.virtual import in_virtual_time
@@ -41,9 +42,7 @@ from tests.web.bare_gateway import BareGateway, bare_gateway
 def lease(
     scheduler: Scheduler, request: LeaseRequest, tried: Tried = NOTHING_TRIED
 ) -> GrantedLease:
-    granted = scheduler.lease_now(request, tried)
-    assert granted is not None
-    return granted
+    return known(scheduler.lease_now(request, tried))
 
 
 def decisions(log: DecisionLog, request: LeaseRequest) -> list[Decision]:
@@ -66,8 +65,7 @@ def test_a_grant_has_the_prediction_and_then_what_came_of_it() -> None:
     placement = scheduler.records[granted.id].placement
     assert grant.at + grant.expected_ttft == pytest.approx(placement.prefill_ends)
     assert grant.at + grant.expected_seconds == pytest.approx(placement.ends)
-    comparison = grant.comparison
-    assert comparison is not None
+    comparison = known(grant.comparison)
     assert comparison.chosen.name == granted.node.name
     assert len(comparison.others) == 1
     assert (grant.outcome, grant.used, comparison.chosen.speed.measured) == (None, None, False)
@@ -160,8 +158,7 @@ def test_what_is_followed_is_bounded_in_number_and_length() -> None:
         log.follow(f"other_{number}")
     assert len(log.followed) == MOST_FOLLOWED
     assert log.take("first") is None
-    collected = log.take(request.id)
-    assert collected is not None
+    collected = known(log.take(request.id))
     assert len(collected) == MOST_COLLECTED
     log.follow_none()
     assert log.followed == {}

@@ -26,6 +26,7 @@ from gateway.nodes.node import LeasePhase, Node, NodeState
 from gateway.schedule.lease_service import LocalLeaseService
 from gateway.schedule.scheduler import LeaseRecord
 from tests.each_case import each_case
+from tests.known import known
 from tests.nodes.build import Clock
 from tests.schedule.build import a_request, a_scheduler, failed_on, node, settle
 
@@ -44,9 +45,7 @@ class World:
         )
 
     def grant(self, request: LeaseRequest, tried: Tried = NOTHING_TRIED) -> GrantedLease:
-        granted = self.leases.lease_now(request, tried, 0.0)
-        assert granted is not None
-        return granted
+        return known(self.leases.lease_now(request, tried, 0.0))
 
     def end(
         self,
@@ -84,12 +83,10 @@ def adopt(world: World, node: str, lease_id: int = 7 << 40, **keys: Any) -> Leas
 
 def test_a_lease_that_another_scheduler_granted_goes_on_as_one_of_our_own() -> None:
     world = World(node("a", slots=2, cost_per_hour=3600.0))
-    lease = adopt(world, "a")
-    assert lease is not None
+    lease = known(adopt(world, "a"))
     one = world.nodes["a"]
     assert (one.leased, one.free_slots(100.0), lease.taken_at) == (1, 1, 70.0)
-    row = world.scheduler.fleet_sync.row(one)
-    assert row is not None
+    row = known(world.scheduler.fleet_sync.row(one))
     assert (row.ours, row.foreign, row.free) == (1, 0, 1)
     world.leases.reading_began(7 << 40)
     world.leases.content_began(7 << 40)

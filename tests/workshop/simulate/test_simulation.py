@@ -1,15 +1,27 @@
 from __future__ import annotations
 
+import json
+import math
+from collections import Counter
+from pathlib import Path
+
 import pytest
 
+from gateway.config.errors import ConfigError
 from gateway.workshop.simulate.simulation import (
+    TRACE_KEYS,
     Front,
     Job,
     SimulatedFleet,
     SimulatedMachine,
     SimulatedPromptCache,
     StuckError,
+    Trace,
     TracePrompt,
+    Traffic,
+    generate,
+    parse_figures,
+    read_trace,
     simulate,
 )
 from tests.each_case import each_case
@@ -133,3 +145,162 @@ def test_a_front_that_serves_nothing_or_whose_alarm_never_ends_is_an_error() -> 
     ringing.alarm = 0.0
     with pytest.raises(StuckError, match="for ever"):
         simulate(ringing)
+
+
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:50.9951690,396,109
+2023-11-16 18:15:51.2225670,879,55
+"""
+
+
+def written(folder: Path, *lines: object, name: str = "trace.jsonl") -> Path:
+    path = folder / name
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("\n".join(texts) + "\n")
+    return path
+
+
+def problems(path: Path) -> list[str]:
+    with pytest.raises(ConfigError) as raised:
+        read_trace(path)
+    return [str(problem).replace(str(path), path.name) for problem in raised.value.problems]
+
+
+def test_every_key_is_read(tmp_path: Path) -> None:
+    one = {
+        "time": 1700000000.5,
+        "prompt_tokens": 1800,
+        "output_tokens": 120,
+        "max_tokens": 512,
+        "model": "qwen3-8b",
+        "class": "batch",
+        "caller": "team-a",
+        "session": "s12",
+        "pause": 8.0,
+        "prefix": "assistant-v3",
+        "prefix_tokens": 1500,
+    }
+    assert set(one) == set(TRACE_KEYS)
+    trace = read_trace(written(tmp_path, one, one | {"time": 1700000010.5, "prompt_tokens": 2000}))
+    first, second = trace.jobs
+    assert (first.time, second.time) == (0.0, 10.0)
+    assert first.prompt == TracePrompt(first.prompt.stream, 1800, first.prompt.prefix, 1500)
+    assert (first.max_tokens, first.priority_label, first.caller) == (512, "batch", "team-a")
+    assert first.model == "qwen3-8b"
+    assert trace.next_turns == {0: 1}
+    assert (second.is_later_turn, second.pause) == (True, 8.0)
+
+
+TOKENS = '{"prompt_tokens": 1, "output_tokens": 1, '
+
+
+@each_case(
+    ("line", "message"),
+    [
+        ('{"prompt_tokens": 3,', "Input data was truncated"),
+        ("hello", "JSON is malformed: invalid character (byte 0)"),
+        ("[1]", "Expected `object`, got `array`"),
+        ("9" * 5000, "Number out of range"),
+        ('{"prompt_tokens": 3}', "Object missing required field `output_tokens`"),
+        ('{"prompt_tokens": 0, "output_tokens": 1}', "Expected `int` >= 1 - at `$.prompt_tokens`"),
+        ('{"prompt_tokens": 1, "output_tokens": true}', "got `bool` - at `$.output_tokens`"),
+        (TOKENS + '"time": NaN}', "JSON is malformed: invalid character (byte 49)"),
+        (TOKENS + '"class": "vip"}', "'^(urgent|premium|normal|batch)?$' - at `$.class`"),
+        (TOKENS + '"session": 7}', "Expected `str`, got `int` - at `$.session`"),
+        (TOKENS + '"tokens": 7}', "unknown field `tokens`"),
+        (TOKENS + '"prefix": "a", "prefix_tokens": 2}', "prefix_tokens is more than prompt_tokens"),
+    ],
+)
+def test_a_broken_line_is_an_error_with_line_key_and_remedy(
+    tmp_path: Path, line: str, message: str
+) -> None:
+    path = written(tmp_path, {"prompt_tokens": 1, "output_tokens": 1}, line)
+    (problem,) = problems(path)
+    assert problem.startswith("trace.jsonl:2: ")
+    assert message in problem
+    assert '(write {"prompt_tokens": 1800, "output_tokens": 120}; keys: ' in problem
+
+
+def test_broken_lines_can_be_skipped_and_are_counted(tmp_path: Path) -> None:
+    good = {"prompt_tokens": 1, "output_tokens": 1}
+    first, late = good | {"time": 1}, good | {"time": 900, "pause": -1}
+    trace = read_trace(written(tmp_path, "x", first, late, good), skip_broken=True)
+    # The last one, which has no time, comes with the one before it that is not broken.
+    assert ([job.time for job in trace.jobs], trace.skipped) == ([0, 0], 2)
+
+
+def test_the_azure_layout_is_read_with_a_time_zone_or_without(tmp_path: Path) -> None:
+    path = written(tmp_path, AZURE, name="azure.csv")
+    trace = read_trace(path)
+    figures = [(job.prompt.tokens, job.output) for job in trace.jobs]
+    assert figures == [(374, 44), (396, 109), (879, 55)]
+    assert [job.time for job in trace.jobs] == pytest.approx([0.0, 4.314579, 4.541977], abs=1e-5)
+    assert len({job.prompt.stream for job in trace.jobs}) == 3
+    assert len(read_trace(path, limit=2).jobs) == 2
+    head, *_ = AZURE.splitlines()
+    stamps = ("2024-05-10 00:00:00.009930+00:00", "2024-05-10 00:00:02.5+00:00")
+    later = written(tmp_path, head, *(f"{stamp},5,1" for stamp in stamps), name="a.csv")
+    times = [job.time for job in read_trace(later).jobs]
+    assert times == pytest.approx([0.0, 2.49007], abs=1e-5)
+
+
+def test_traffic_has_the_requested_rate_and_means() -> None:
+    traffic = Traffic(requests=20_000, rate=5.0, answer=200.0, turns=3.0)
+    trace = generate(traffic, 1)
+    jobs = trace.jobs
+    assert len(jobs) == 20_000
+    assert jobs[-1].time - jobs[0].time == pytest.approx(4000, rel=0.05)
+    # From the first tenth on: earlier conversations are under way.
+    assert sum(job.time < 400 for job in jobs) == pytest.approx(2000, rel=0.12)
+    assert sum(job.output for job in jobs) / len(jobs) == pytest.approx(200, rel=0.05)
+    conversations = len({job.prompt.stream for job in jobs})
+    assert len(jobs) / conversations == pytest.approx(3.0, rel=0.1)
+
+
+def test_every_turn_continues_the_one_before() -> None:
+    trace = generate(Traffic(requests=2000, rate=5.0), 1, MODELS)
+    assert trace.next_turns
+    for before, after in trace.next_turns.items():
+        one, next_one = trace.jobs[before], trace.jobs[after]
+        assert (one.prompt.stream, one.model) == (next_one.prompt.stream, next_one.model)
+        assert next_one.prompt.tokens > one.prompt.tokens + one.output
+        assert next_one.time > one.time
+        assert next_one.is_later_turn
+
+
+@each_case(
+    ("text", "message"),
+    [
+        ("speed=1", "unknown field `speed` .known: requests, rate"),
+        ("rate=fast", r"Expected `float`, got `str` - at `\$.rate`"),
+        ("requests=1.5", r"Expected `int`, got `str` - at `\$.requests`"),
+        ("rate=0", "> 0.0"),
+        ("rate=inf", "<= 1000000000.0"),
+        ("requests=0", ">= 1"),
+        ("turns=nan", ">= 1.0"),
+        ("pause=-1", ">= 0.0"),
+        ("batch=0.7,urgent=0.7", "shares of the classes"),
+        ("burst=0.5", ">= 1.0"),
+        ("lasting=4000", "lasting must be shorter than every"),
+        ("lasting=0", "> 0.0"),
+    ],
+)
+def test_invalid_traffic_is_an_error_with_an_explanation(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_figures(text, Traffic)
+
+
+def asked_for(trace: Trace, since: float = 0.0, until: float = math.inf) -> Counter[str]:
+    return Counter(job.model for job in trace.jobs if since <= job.time < until)
+
+
+MODELS = [f"m{number}" for number in range(8)]
+
+
+def test_popularity_moves_where_it_is_said_to() -> None:
+    for moves, alike in ((0.0, True), (300.0, False)):
+        trace = generate(Traffic(6000, 10.0, turns=1.0, moves=moves), 3, MODELS)
+        first = asked_for(trace, until=300.0).most_common(3)
+        second = asked_for(trace, since=300.0).most_common(3)
+        assert ([name for name, _ in first] == [name for name, _ in second]) is alike
