@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.lease import BatchRoom, LeaseRequest
 from gateway.nodes.node import Node
-from gateway.nodes.speed import SpeedPrior
 from gateway.schedule.core.batch_slots import (
-    ASK_AGAIN_SECONDS,
     LEAST_DECODE_SECONDS,
     LEAST_SECONDS_LEFT,
     MOST_YIELDS,
@@ -246,20 +244,6 @@ async def test_a_row_in_prefill_is_asked_once_it_decodes() -> None:
     world.clock.passes(0.5)
     world.scheduler.check_all()
     assert world.asked == [row.id]
-
-
-async def test_others_are_asked_when_the_slot_does_not_come() -> None:
-    one = node("a", slots=2)
-    one.speed.set_prior(SpeedPrior(100.0, 0.1, 0.02))
-    world = World((one,))
-    first, second = world.row(), world.row(exact_tokens=300, prompt_tokens=300)
-    await start_lease(world.scheduler, a_request())
-    world.clock.passes(ASK_AGAIN_SECONDS - 0.5)
-    world.scheduler.check_all()
-    assert world.asked == [first.id]
-    world.clock.passes(0.5)
-    world.scheduler.check_all()
-    assert world.asked == [first.id, second.id]
 
 
 async def test_waiting_work_that_is_raised_goes_before_lower_classes() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway import errors
 from gateway.lease import (
     NOTHING_TRIED,
     AttemptReport,
@@ -21,20 +19,18 @@ from gateway.lease import (
     UsageReport,
 )
 from gateway.schedule.decision_log import (
-    LONGEST_REASON,
     MOST_COLLECTED,
     MOST_FOLLOWED,
     Decision,
     DecisionLog,
     Grant,
-    Refusal,
 )
 from gateway.schedule.lease_service import LocalLeaseService
 from gateway.schedule.scheduler import Scheduler
 from tests.emulator import EmulatedNode
 from tests.known import known
 from tests.nodes.build import Clock, a_spec
-from tests.schedule.build import a_request, a_scheduler, failed_on, node, settle
+from tests.schedule.build import a_request, a_scheduler, node
 from tests.virtual import in_virtual_time
 from tests.web.bare_gateway import BareGateway, bare_gateway
 
@@ -79,46 +75,6 @@ def test_a_grant_has_the_prediction_and_then_what_came_of_it() -> None:
     assert grant.ended_at == pytest.approx(grant.at + 5.0)
     assert (grant.outcome, grant.status) == ("ok", 200)
     assert (grant.used, grant.reported) == ((1000, 10, 20), True)
-
-
-def test_each_attempt_is_a_grant_of_its_own() -> None:
-    scheduler = a_scheduler(node("a"), node("b"))
-    request = a_request()
-    first = lease(scheduler, request)
-    second = lease(scheduler, request, failed_on(first.node.name))
-    one, two = decisions(scheduler.decision_log, request)
-    assert isinstance(one, Grant)
-    assert isinstance(two, Grant)
-    assert (one.tried, two.out) == (None, {"failed": 1})
-    assert two.tried is not None
-    assert two.tried.failed_nodes == {first.node.name}
-    assert second.node.name != first.node.name
-
-
-async def test_a_refusal_is_remembered_at_once_and_after_a_wait() -> None:
-    scheduler = a_scheduler(node(slots=1), queue={"max": 1})
-    lease(scheduler, a_request())
-    waiting, late, unknown = a_request(), a_request(), a_request("nothing")
-    leases = LocalLeaseService(scheduler, scheduler.fleet)
-    task = asyncio.create_task(leases.wait_for_lease(waiting, NOTHING_TRIED, 0.0))
-    await settle()
-    with pytest.raises(errors.GatewayError):
-        await leases.wait_for_lease(late, NOTHING_TRIED, 0.0)
-    with pytest.raises(errors.GatewayError):
-        scheduler.lease_now(unknown)
-    scheduler.refuse(waiting.id, errors.no_node("Gone." + "x" * 1000, 1.0))
-    await settle()
-    assert task.exception() is not None
-    (refused,) = decisions(scheduler.decision_log, late)
-    assert isinstance(refused, Refusal)
-    assert (refused.status, refused.code) == (429, "queue_full")
-    (refused,) = decisions(scheduler.decision_log, unknown)
-    assert isinstance(refused, Refusal)
-    assert refused.code == "model_not_found"
-    _, refused = decisions(scheduler.decision_log, waiting)
-    assert isinstance(refused, Refusal)
-    assert refused.code == "no_node"
-    assert len(refused.message) == LONGEST_REASON
 
 
 def test_the_log_is_bounded_and_says_how_far_it_reaches_back() -> None:

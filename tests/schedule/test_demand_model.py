@@ -247,22 +247,6 @@ def session_request(session: str | None, number: int, model: str = "demo") -> Le
     return a_request(model, prompt_key=prompt, text_bytes=400, max_tokens=100, session=session)
 
 
-@pytest.fixture
-def unequal_nodes() -> list[Node]:
-    return [node(name, models=("demo", "other")) for name in "abcd"]
-
-
-def test_a_session_goes_to_its_last_node(unequal_nodes: list[Node]) -> None:
-    scheduler = a_scheduler(*unequal_nodes)
-    first = {
-        f"s{number}": serve_by(scheduler, session_request(f"s{number}", number))
-        for number in range(20)
-    }
-    assert set(first.values()) == set("abcd")
-    for number, (session, last_node) in enumerate(first.items(), start=100):
-        assert serve_by(scheduler, session_request(session, number)) == last_node
-
-
 @pytest.mark.parametrize(("times", "stays"), [(1.4, True), (1.6, False)])
 def test_a_session_leaves_a_node_that_is_much_slower_than_another(
     times: float, stays: bool

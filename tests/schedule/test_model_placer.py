@@ -13,7 +13,6 @@ import httpx
 import pytest
 
 from gateway.config.scheduling import ModelPlacementSettings, ModelRule, ReplicaSettings
-from gateway.nodes.node import NodeState
 from gateway.nodes.router import LoadPhase
 from gateway.schedule.core.model_placement import (
     Instance,
@@ -142,64 +141,6 @@ async def test_a_lost_command_and_a_full_router_are_no_failures_of_the_model(
         assert (load.phase, load.failures) == (LoadPhase.UNLOADED, 0)
         one.told.clear()
         assert (await asked).status_code == 200
-
-
-@in_virtual_time
-async def test_a_router_that_ends_under_a_command_has_failed_nothing(tmp_path: Path) -> None:
-    one = router(load_seconds=20.0)
-    async with placed(tmp_path, one) as running:
-        asked = asyncio.create_task(ask(running, "a"))
-        await until(lambda: phase(running, "r1/a") is LoadPhase.LOADING)
-        await asyncio.sleep(3.0)
-        await one.kill()
-        await asyncio.sleep(8.0)
-        async with router(port=one.port) as back:
-            assert (await asked).status_code == 200
-            assert back.models["a"].loads == 1
-        load = known(running.gateway.fleet.nodes["r1/a"].load)
-        assert load.failures == 0
-
-
-@in_virtual_time
-async def test_a_model_whose_server_hangs_gets_no_new_requests_and_is_loaded_elsewhere(
-    tmp_path: Path,
-) -> None:
-    one, other = router(), router()
-    async with placed(tmp_path, one, other) as running:
-        node = (await ask(running, "a")).headers["x-gateway-node"]
-        hung = one if node == "r1/a" else other
-        hung.models["a"].node.faults.set("hang", path="*")
-        caught = asyncio.create_task(ask(running, "a"))
-        nodes = running.gateway.fleet.nodes
-        await until(lambda: nodes[node].state is NodeState.MUTE, 10.0)
-        assert "no answer to /props" in nodes[node].reason
-        async with asyncio.timeout(10.0):
-            answer = await ask(running, "a")
-        assert answer.status_code == 200
-        assert answer.headers["x-gateway-node"] != node
-        caught.cancel()
-        await until(lambda: nodes[node].state is NodeState.DOWN, 90.0)
-        assert nodes[node.partition("/")[0]].state is NodeState.READY
-        await until(lambda: nodes[node].state is NodeState.UNLOADED, 30.0)
-        assert hung.asked[UNLOAD] == 1
-
-
-@in_virtual_time
-async def test_others_requests_are_waited_for_before_an_unload(tmp_path: Path) -> None:
-    one = router()
-    async with placed(tmp_path, one) as running:
-        assert (await ask(running, "a")).status_code == 200
-        await asyncio.sleep(2.0)
-        async with httpx.AsyncClient(base_url=one.url, trust_env=False, timeout=60) as client:
-            body = {"model": "a", "max_tokens": 1000, "ignore_eos": True, "messages": []}
-            theirs = asyncio.create_task(client.post(CHAT, json=body))
-            await asyncio.sleep(0.5)
-            ours = asyncio.create_task(ask(running, "b"))
-            await asyncio.sleep(5.0)
-            assert one.asked[UNLOAD] == 0
-            assert (await theirs).json()["usage"]["completion_tokens"] == 1000
-        assert (await ours).status_code == 200
-        assert one.asked[UNLOAD] == 1
 
 
 @in_virtual_time

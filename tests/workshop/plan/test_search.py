@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import math
 import random
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -35,7 +33,6 @@ from gateway.workshop.plan.search import (
     Workload,
     alone,
     erlang_c,
-    estimate,
     find_fleet,
     fleet_name,
     from_trace,
@@ -93,19 +90,6 @@ def test_times_are_those_of_the_simulated_server() -> None:
         ended += len(server.end_steps(now, now)[1])
     assert ended == 400
     assert ended / now == pytest.approx(times.capacity, rel=0.05)
-
-
-def test_more_nodes_wait_less_and_more_traffic_waits_more() -> None:
-    single, times = node_times(machine(1), 300, 100), node_times(machine(2), 300, 100)
-    assert single.capacity < times.capacity < 2 * single.capacity
-    waits = [estimate(times, nodes, 0.1).wait for nodes in (1, 2, 3, 8, 50)]
-    assert all(more < less for less, more in pairwise(waits))
-    waits = [estimate(times, 2, use * 2 * times.capacity).wait for use in (0.1, 0.5, 0.9, 0.99)]
-    assert all(less < more for less, more in pairwise(waits))
-    found = estimate(times, 1, times.capacity)
-    assert (found.utilisation, found.wait) == (1.0, math.inf)
-    assert found.waiting_share == pytest.approx(1.0)
-    assert estimate(times, 1, 0.0).wait == 0.0
 
 
 @pytest.mark.slow

@@ -14,11 +14,9 @@ from gateway.workshop.simulate.comparison import (
     build_front,
     compare,
     compare_elastic,
-    compare_model_placements,
     known_policies,
     lower_bound,
 )
-from gateway.workshop.simulate.fleets import from_text, models_from_text
 from gateway.workshop.simulate.report import summarise
 from gateway.workshop.simulate.simulation import (
     NO_REQUESTS,
@@ -104,31 +102,6 @@ def test_a_machine_is_paid_from_its_start_to_its_stop_and_starts_without_its_cac
     # What was stopped has lost its caches.
     assert always.cached_share > 0.4
     assert elastic.cached_share == 0
-
-
-def test_models_placed_by_the_gateway_beat_each_routers_own_and_come_near_the_best_by_hand() -> (
-    None
-):
-    routers = from_text("1x2@40:600/16GiB,1x2@40:600/32GiB,1x2@40:600/40GiB")
-    models = models_from_text("8x2GiB:20GiB")
-    traffic = Traffic(700, 0.45, system=400, answer=60.0)
-    calls: list[str] = []
-    ours, own, by_hand = compare_model_placements(
-        generate(traffic, 1, [model.name for model in models]),
-        routers,
-        models,
-        20,
-        progress=lambda name, _: calls.append(name),
-    )
-    names = [one.policy for one in (ours, own, by_hand)]
-    assert names == ["gateway", "each router's own", "by hand"]
-    assert calls.count("by hand") > 20
-    assert by_hand.loads == 0 < ours.loads < own.loads / 5
-    assert sum(len(names) for names in by_hand.loaded.values()) >= 7
-    assert ours.completion.mean < 0.5 * own.completion.mean
-    assert ours.completion.p95 < 0.5 * own.completion.p95
-    assert ours.completion.mean < 1.2 * by_hand.completion.mean
-    assert ours.as_dict()["loads"] == ours.loads
 
 
 def test_a_run_is_summed_up() -> None:

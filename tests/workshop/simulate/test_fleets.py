@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -94,50 +93,6 @@ nodes:
     assert notes[0].startswith("assumed one slot for n0, n1, n2 and 2 more")
 
 
-ROUTERS = """
-defaults: {memory: 48GiB}
-nodes:
-  - {name: r1, url: "http://a:1", host: epyc}
-  - {name: r2, url: "http://a:2", host: epyc}
-  - {name: plain, url: http://b, slots: 2, model: [other]}
-"""
-
-
-def test_routers_are_those_that_have_models_in_the_measured_speeds(tmp_path: Path) -> None:
-    nodes = inventory(tmp_path, ROUTERS)
-    told = [
-        {"name": "r1", "slots_total": 0, "models": [], "router": None},
-        {"name": "r1/a", "router": "r1", "slots_total": 4, "models": ["a", "alias"]},
-        {"name": "r1/b.gguf", "router": "r1", "slots_total": 0, "models": ["b"]},
-        {"name": "r2", "slots_total": 0},
-        {"name": "r2/a", "router": "r2", "slots_total": 0, "models": ["a"]},
-        {"name": "plain", "prefill_tps": 50, "decode_tps": 5, "models": ["other"]},
-    ]
-    told[1] |= {"prefill_tps": 300.0, "decode_tps": 20.0, "batch_cost": 0.1}
-    path = tmp_path / "speeds.json"
-    path.write_text(json.dumps({"nodes": told}))
-    speeds = read_speeds(path)
-    machines, notes = from_inventory(nodes, speeds, USUAL, on_demand=True)
-    first, second, plain = machines
-    assert (first.host, second.host) == ("epyc", "epyc")
-    assert [one.memory >> 30 for one in machines] == [48, 48, 0]
-    assert first.models == {"a", "alias", "b"}
-    assert first.model_speeds["a"] == (300.0, 20.0)
-    assert (first.slots, first.batch_cost, second.slots) == (4, 0.1, 1)
-    assert plain.models == {"other"}
-    assert "for r2: --speeds FILE tells more" in notes[1]
-    with pytest.raises(FleetError, match="r1 is a router: routers need --models"):
-        from_inventory(nodes, speeds, USUAL)
-    # Without measured speeds those with memory are routers.
-    unmeasured, _ = from_inventory(nodes, {}, USUAL, on_demand=True)
-    assert {one.memory >> 30 for one in unmeasured} == {48}
-    plain_ones, _ = from_inventory(nodes, {}, USUAL)
-    assert {one.memory for one in plain_ones} == {0}
-    without = inventory(tmp_path, ROUTERS.replace("48GiB", "null"))
-    with pytest.raises(FleetError, match="says no `memory` of epyc"):
-        from_inventory(without, speeds, USUAL, on_demand=True)
-
-
 @each_case(
     ("name", "text", "message"),
     [
@@ -205,27 +160,6 @@ def test_routers_of_one_host_share_its_memory() -> None:
     apart = RouterFleet([replace(one, host="") for one in HALVES], PAIR)
     for index in range(4):
         apart.load(index)
-
-
-def test_the_models_of_a_running_fleet_are_read_from_what_its_gateway_tells(
-    tmp_path: Path,
-) -> None:
-    def row(node: str, model: str, memory: int | None, seconds: float) -> dict[str, object]:
-        return {"node": node, "model": model, "memory": memory, "expected_load_seconds": seconds}
-
-    rows = [row("r1", "a", 2 * GIB, 3.0), row("r2", "a", None, 5.0), row("r2", "new", None, 30.0)]
-    path = tmp_path / "models.json"
-    path.write_text(json.dumps({"models": [], "placements": rows, "hosts": {}}))
-    assert models_from_text(str(path)) == [
-        SimulatedModel("a", 2 * GIB, 4.0),
-        SimulatedModel("new", 2 * GIB, 30.0),
-    ]
-    path.write_text(json.dumps({"placements": rows[1:]}))
-    with pytest.raises(FleetError, match="load one, or write"):
-        models_from_text(str(path))
-    path.write_text(json.dumps({"placements": [{}]}))
-    with pytest.raises(FleetError, match="another version"):
-        models_from_text(str(path))
 
 
 def test_placements_by_hand_hold_every_model_and_fit() -> None:

@@ -17,8 +17,6 @@ from gateway.workshop.tune.benchmark import (
     ServerBenchmark,
     StreamSample,
     combined_throughput,
-    other_work_between,
-    read_cpu_times,
 )
 from gateway.workshop.tune.search import (
     BenchmarkRequest,
@@ -108,9 +106,6 @@ async def test_a_setting_with_too_much_memory_is_not_started(
     assert not plan.log_folder.exists()
 
 
-CPUS = {0, 1}
-
-
 def machine(root: Path, busy: tuple[int, int], idle: int, **processes: int) -> Path:
     """Write `/proc` with the ticks of two usable CPUs, of a third, and of processes."""
     lines = [f"cpu{cpu} {ticks // 2} {ticks - ticks // 2} 0 {idle} 0 0 0 0 0 0" for cpu, ticks in
@@ -122,25 +117,6 @@ def machine(root: Path, busy: tuple[int, int], idle: int, **processes: int) -> P
         fields = ["S", *["0"] * 10, str(ticks), "0", *["0"] * 30]
         write(root, f"proc/{pid}/stat", f"{pid} ({name}) {' '.join(fields)}")
     return root
-
-
-def test_work_is_time_that_cpus_were_not_idle(tmp_path: Path) -> None:
-    before = read_cpu_times(CPUS, machine(tmp_path, (100, 100), 1000, make=50, idler=7))
-    after = read_cpu_times(CPUS, machine(tmp_path, (160, 100), 1040, make=110, idler=7))
-    # CPU 0 was busy for 60 of 100 ticks, CPU 1 for none of 40.
-    busy, words = other_work_between(before, after)
-    assert busy == pytest.approx(60 / 70)
-    assert words == "0.9 of 2 CPUs are busy: make (100) 86%"
-
-
-def test_own_work_is_not_counted_and_a_name_may_hold_brackets_and_blanks(tmp_path: Path) -> None:
-    other = "a) R (b"
-    then = machine(tmp_path, (100, 100), 1000, server=0, **{other: 50})
-    before = read_cpu_times(CPUS, then)
-    now = machine(tmp_path, (190, 110), 1005, server=90, **{other: 60})
-    busy, words = other_work_between(before, read_cpu_times(CPUS, now), own={100})
-    assert busy == pytest.approx(10 / 55)
-    assert words.endswith(f"CPUs are busy: {other} (101) 18%")
 
 
 SMALL_REQUEST = BenchmarkRequest(prompt=400, answer=24)

@@ -117,15 +117,6 @@ def test_on_a_flat_surface_the_rule_of_thumb_stays() -> None:
     assert unchanged >= 54
 
 
-def test_a_machine_that_gets_slower_does_not_hide_the_best() -> None:
-    best = Setting(16, 512, 256, 4, "cores")
-    surface, search, rng = towards(best, steep=0.4), Search(SPACE, START), random.Random(3)
-    for number, setting in enumerate(search.settings_to_measure()):
-        slower = 1 + 0.003 * number  # 10 % within the search
-        search.history.add(setting, surface(setting) * slower * math.exp(rng.gauss(0, 0.01)))
-    assert search.best == best
-
-
 def test_knobs_that_depend_on_each_other_are_turned_again() -> None:
     def surface(setting: Setting) -> float:
         # Fewer threads are better, but only once there are many slots.
