@@ -286,39 +286,6 @@ def test_no_window_ever_costs_more_than_the_budget_and_one_request(
             assert math.fsum(window) <= amount + max(window) + 1e-6
 
 
-@settings(max_examples=150, deadline=None)
-@given(
-    seed=st.integers(0, 1 << 32),
-    share=st.floats(0.0, 1.0),
-    gap=st.floats(0.01, 5.0),
-    length=st.floats(0.1, 60.0),
-)
-def test_whenever_one_is_admitted_the_share_holds(
-    seed: int, share: float, gap: float, length: float
-) -> None:
-    rng = random.Random(seed)
-    budget = a_budget(share=share)
-    start_lease: list[float] = []
-    let_in: list[float] = []
-    running: list[tuple[float, SpillReservation]] = []
-    now = 0.0
-    for _ in range(300):
-        now += rng.expovariate(1 / gap)
-        for over, reservation in [one for one in running if one[0] <= now]:
-            running.remove((over, reservation))
-            reservation.settle(0.0, happened=True, now=over)
-        budget.arrived(now)
-        start_lease.append(now)
-        if rng.random() < 0.5:
-            continue
-        granted = budget.reserve(now, math.inf)
-        if granted is not None:
-            let_in.append(now)
-            running.append((now + rng.expovariate(1 / length), granted))
-            of_all = sum(when > now - WINDOW for when in start_lease)
-            assert sum(when > now - WINDOW for when in let_in) <= share * of_all + 1e-6
-
-
 # Costs.
 
 

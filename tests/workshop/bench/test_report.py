@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import functools
-import io
 import json
 import random
 import re
@@ -17,7 +15,6 @@ import pytest
 from gateway.workshop.bench.exchange import Baseline, RequestResult, ServerDescription
 from gateway.workshop.bench.load import ClientFigures, Load, LoadRun, Loop, RequestGoal
 from gateway.workshop.bench.report import (
-    CSV_COLUMNS,
     FORMAT,
     ComparisonError,
     Difference,
@@ -28,26 +25,11 @@ from gateway.workshop.bench.report import (
     judge,
     read_report,
     render_page,
-    write_requests,
 )
 from gateway.workshop.simulate.report import Percentiles
 from tests.each_case import each_case
 from tests.known import known
-from tests.workshop.bench.reports import sample_report, sample_runs
-
-
-def test_the_table_of_requests_has_a_line_for_each() -> None:
-    file = io.StringIO()
-    write_requests(file, sample_runs())
-    rows = list(csv.DictReader(io.StringIO(file.getvalue())))
-    assert list(rows[0])[:4] == ["load", "request", "intended_start", "start_lag"]
-    assert list(rows[0])[3:] == list(CSV_COLUMNS)
-    assert len(rows) == 10
-    assert rows[6]["load"] == "4 at a time"
-    assert float(rows[6]["intended_start"]) == 1.0
-    assert float(rows[6]["ttft"]) > 0.4
-    assert rows[6]["error"] == ""
-
+from tests.workshop.bench.reports import sample_report
 
 IDLE = ClientFigures(Percentiles.of([0.001]), Percentiles.of([]), 0.1)
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -209,16 +208,3 @@ def test_one_more_and_one_less_and_the_goal_moved() -> None:
     assert rows["goal x 0.75"].missed != ()
     assert rows["goal x 1.5"].missed == ()
     assert answered.advice.verdict == "enough"
-
-
-def routers(**measured: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Two routers of one host, and of each three models, of which few are loaded."""
-    rows = []
-    empty = {"prefill_tps": None, "decode_tps": None, "host": "epyc"}
-    for name in ("r1", "r2"):
-        rows.append(node(name, **empty, slots_total=0, models=[]))
-        for model in "abc":
-            own = measured.get(f"{name}_{model}", {"slots_total": 0})
-            fields = {**empty, "models": [model], "router": name, **own}
-            rows.append(node(f"{name}/{model}.gguf", **fields))
-    return rows

@@ -63,14 +63,6 @@ def test_prefill_holds_decoding_neighbours_to_one_token_a_step() -> None:
     assert writer.ended == pytest.approx(0.1 + 10.0 - 11 * 0.1 + 10 * 0.521 + 0.11)
 
 
-def test_prompts_are_read_in_the_order_of_their_slots() -> None:
-    first, second = play([job(prompt=1024, output=1), job(prompt=1024, output=1)])
-    # The first got the last slot, idle longest; the next one's slot comes before it.
-    assert second.slot < first.slot
-    assert second.first == pytest.approx(0.512 + 1.024)
-    assert first.first == pytest.approx(2.048)
-
-
 def test_the_next_turn_waits_for_the_one_before_and_finds_it_but_for_the_last_token() -> None:
     first, turn = play(
         [

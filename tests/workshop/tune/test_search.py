@@ -117,18 +117,6 @@ def test_on_a_flat_surface_the_rule_of_thumb_stays() -> None:
     assert unchanged >= 54
 
 
-def test_knobs_that_depend_on_each_other_are_turned_again() -> None:
-    def surface(setting: Setting) -> float:
-        # Fewer threads are better, but only once there are many slots.
-        right = 12 if setting.slots >= 4 else 16
-        return 30 * (1 + 0.05 * abs(setting.threads - right)) / math.sqrt(setting.slots)
-
-    search, measured = run(surface, noise=0.01)
-    assert (search.best.threads, search.best.slots) == (12, 8)
-    assert search.searched_knobs.count("threads") == 2
-    assert measured <= 1.5 * MOST
-
-
 async def test_a_search_ends_with_the_best_and_says_by_how_much(bench: Bench) -> None:
     session = bench.session()
     await bench.run(session)
