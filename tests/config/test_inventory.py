@@ -153,29 +153,6 @@ def test_a_common_mistake_is_reported_with_the_remedy(
 
 
 @each_case(
-    ("key", "called"),
-    [
-        ("weight: 3", "speed_hint"),
-        ("priority: 1", "`tier: gpu`"),
-        ("backup: true", "`standby: true`"),
-        ("max_conns: 4", "slots"),
-        ("api_base: http://h", "url"),
-        ("fail_timeout: 10s", "health"),
-        ("ctx_size: 4096", "context"),
-        ("ttl: 300", "models.NAME.idle_unload"),
-        ("models_max: 2", "memory"),
-    ],
-)
-def test_keys_of_other_programs_say_what_they_are_called_here(
-    nodes_problems: Problems, key: str, called: str
-) -> None:
-    for text in (f"nodes: [{{name: a, url: http://h, {key}}}]", f"nodes: []\ndefaults: {{{key}}}"):
-        (problem,) = nodes_problems(text)
-        assert problem.message == "unknown key"
-        assert called in problem.remedy
-
-
-@each_case(
     "wrong",
     [
         "slots: many", "slots: true", 'slots: "2"', "slots: 1.5", "context: .inf",

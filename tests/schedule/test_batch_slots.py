@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, field
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.lease import BatchRoom, LeaseRequest
+from gateway.lease import LeaseRequest
 from gateway.nodes.node import Node
 from gateway.schedule.core.batch_slots import (
     LEAST_DECODE_SECONDS,
@@ -18,65 +17,35 @@ from gateway.schedule.core.batch_slots import (
     YieldCandidate,
     choose_yields,
     may_yield,
-    room_for_batch,
 )
-from gateway.schedule.core.dispatcher import Dispatcher, DispatchRules
-from gateway.schedule.core.requests import CandidateSet, PlacementState, QueuedRequest
 from gateway.schedule.scheduler import LeaseRecord, Scheduler
 from gateway.terms import Priority
 from tests.each_case import each_case
 from tests.nodes.build import Clock
 from tests.schedule.build import a_request, a_scheduler, lease_at_once, node, settle, start_lease
 
-RESERVE = {"batch": {"reserve_slots": 0.5}}
+BATCH = Priority.BATCH
 
 
-def told(room: BatchRoom) -> tuple[int, int, int, int, int]:
-    return room.slots, room.free, room.soon, room.waiting, room.ahead
+async def test_the_room_for_batch_is_told_without_the_reserve_and_with_what_waits() -> None:
+    reserve = {"batch": {"reserve_slots": 0.5}}
+    scheduler = a_scheduler(node("a", slots=4), node("b", slots=4), classes=reserve)
 
+    def room(seconds: float = 0.0) -> tuple[int, ...]:
+        found = scheduler.batch_room(("demo",), seconds)
+        return found.slots, found.free, found.soon, found.waiting, found.ahead
 
-def room(scheduler: Scheduler, *names: str, seconds: float = 0.0) -> tuple[int, int, int, int, int]:
-    return told(scheduler.batch_room(names or ("demo",), seconds))
-
-
-def batch(scheduler: Scheduler, count: int) -> None:
-    for _ in range(count):
-        lease_at_once(scheduler, a_request(priority=Priority.BATCH))
-
-
-async def test_the_reserve_is_no_room() -> None:
-    scheduler = a_scheduler(node("a", slots=4), node("b", slots=4), classes=RESERVE)
-    assert room(scheduler) == (4, 4, 0, 0, 0)
-    batch(scheduler, 4)
-    assert room(scheduler) == (4, 0, 0, 0, 0)
-    assert scheduler.lease_now(a_request(priority=Priority.BATCH)) is None
-
-
-@given(
-    st.lists(st.integers(1, 5), min_size=1, max_size=4),
-    st.sampled_from([0.0, 0.25, 0.5, 1.0]),
-    st.lists(st.sampled_from([Priority.NORMAL, Priority.BATCH]), max_size=12),
-)
-def test_just_as_much_finds_room_as_was_told(
-    slots: list[int], reserve: float, classes: list[Priority]
-) -> None:
-    state = PlacementState()
-    dispatcher = Dispatcher(state, DispatchRules(batch_reserve=reserve), random.Random(1))
-    rows = [state.add(f"n{number}", total=total) for number, total in enumerate(slots)]
-    everywhere: CandidateSet = state.candidate_set(rows)
-
-    def place(priority: Priority) -> bool:
-        queued = QueuedRequest("r", ((everywhere,),), priority, "caller", 0.0)
-        return dispatcher.place(queued, 0.0) is not None
-
-    for priority in classes:
-        place(priority)
-    state.spread_batch_reserve()
-    free = room_for_batch(rows, 0.0, 0.0).free
-    placed = 0
-    while place(Priority.BATCH):
-        placed += 1
-    assert placed == free
+    assert room() == (4, 4, 0, 0, 0)
+    for _ in range(4):
+        lease_at_once(scheduler, a_request(priority=BATCH))
+    assert room() == (4, 0, 0, 0, 0)
+    assert room(1e6) == (4, 0, 4, 0, 0)
+    await start_lease(scheduler, a_request(priority=BATCH))
+    for _ in range(6):
+        await start_lease(scheduler, a_request())
+    assert room() == (4, 0, 0, 1, 2)
+    found = scheduler.batch_room(("nothing",), 0.0)
+    assert (found.slots, found.free) == (0, 0)
 
 
 # Which running batch requests yield: properties of the policy, and of what a waiter lacks.
@@ -105,7 +74,7 @@ CLASSES = st.sampled_from([Priority.URGENT, Priority.PREMIUM, Priority.NORMAL])
 def running(lease_id: int = 1, **fields: float | Priority | None) -> YieldCandidate:
     """A request of the class batch that may yield."""
     values = {
-        "row": 0, "slots": 1, "priority": Priority.BATCH, "decode_seconds": 20.0,
+        "row": 0, "slots": 1, "priority": BATCH, "decode_seconds": 20.0,
         "seconds_left": 60.0, "repetition_seconds": 1.0, "times_yielded": 0,
     } | fields  # fmt: skip
     return YieldCandidate(lease_id, **values)  # type: ignore[arg-type]
@@ -136,7 +105,7 @@ AGAIN = {"times_yielded": 1, "decode_seconds": LEAST_DECODE_SECONDS - 0.1}
     [
         # Lower classes, in decode.
         ({}, Priority.NORMAL, True),
-        ({}, Priority.BATCH, False),
+        ({}, BATCH, False),
         ({"priority": Priority.NORMAL}, Priority.NORMAL, False),
         ({"priority": Priority.NORMAL}, Priority.URGENT, True),
         ({"decode_seconds": None}, Priority.URGENT, False),
@@ -189,7 +158,7 @@ class World:
     def row(self, *, decodes: bool = True, **keys: Any) -> LeaseRequest:
         """Start a batch request that yields."""
         keys = {"prompt_tokens": 100, "exact_tokens": 100, "stream": True, **keys}
-        request = a_request(priority=Priority.BATCH, yields=True, **keys)
+        request = a_request(priority=BATCH, yields=True, **keys)
         self.rows[request.id] = lease_at_once(self.scheduler, request)
         if decodes:
             self.decode(request)
@@ -249,13 +218,13 @@ async def test_a_row_in_prefill_is_asked_once_it_decodes() -> None:
 async def test_waiting_work_that_is_raised_goes_before_lower_classes() -> None:
     world = World((node("a", slots=1),))
     running = lease_at_once(world.scheduler, a_request())
-    plain = await start_lease(world.scheduler, a_request(priority=Priority.BATCH))
-    request = a_request(priority=Priority.BATCH, yields=True)
+    plain = await start_lease(world.scheduler, a_request(priority=BATCH))
+    request = a_request(priority=BATCH, yields=True)
     raised = await start_lease(world.scheduler, request)
     unknown = {"row of another process"}
     assert world.scheduler.raise_class({request.id, *unknown}, Priority.NORMAL) == {request.id}
     assert world.scheduler.depths()[Priority.NORMAL] == 1
-    assert world.scheduler.raise_class({request.id}, Priority.BATCH) == {request.id}
+    assert world.scheduler.raise_class({request.id}, BATCH) == {request.id}
     assert world.scheduler.depths()[Priority.NORMAL] == 1, "it never falls"
     running.release()
     await settle()

@@ -13,15 +13,10 @@ from gateway.schedule.candidates import HOPE_AWAITED, HOPE_UNKNOWN
 from gateway.schedule.core.dispatcher import DispatchRules
 from gateway.schedule.core.requests import (
     EXPLORING_REQUESTS,
-    MOST_COMPARED_ROWS,
     spread_reserve,
 )
 from gateway.schedule.core.selection import (
     CostColumns,
-    LeastFinish,
-    available_rows,
-    compare,
-    cost_of_figures,
     row_cost,
     row_costs,
 )
@@ -408,32 +403,6 @@ def chosen(sim: QueueSimulation, count: int, **options: Any) -> Counter[str]:
         placement = sim.placed(**options)
         names[placement.row.name] += 1
     return names
-
-
-@each_case("nodes", [1, 3, 8, 9, 40, 64, 300])
-def test_a_comparison_has_the_chosen_row_and_a_bounded_number_of_the_best(nodes: int) -> None:
-    rng = random.Random(nodes)
-    sim = QueueSimulation((2,) * nodes)
-    for row in sim.rows:
-        row.set_speed(rng.uniform(50, 500), rng.uniform(0.02, 0.2), 0.01)
-    for _ in range(nodes // 2):
-        sim.dispatcher.place(sim.request(prompt_tokens=rng.uniform(1, 900)), 0.0)
-    queued = sim.request(prompt_tokens=400, completion_tokens=80)
-    policy = LeastFinish(sim.state)
-    available = available_rows(sim.state, queued)
-    assert available is not None
-    row = policy.choose(available, queued, 1.0, rng)
-    found = compare(available, queued, row, policy, 1.0)
-    names = [found.chosen.name, *(one.name for one in found.others)]
-    assert names[0] == row.name
-    assert len(set(names)) == len(names) == min(len(available.rows), MOST_COMPARED_ROWS)
-    assert found.nodes.with_room == len(available.rows)
-    assert (found.nodes.candidates, found.nodes.fleet) == (nodes, nodes)
-    assert found.by_cost
-    costs = sorted(row_cost(one, queued, 1.0) for one in available.rows)
-    kept = [cost_of_figures(found, one, 400, 80) for one in (found.chosen, *found.others)]
-    assert kept[0] == pytest.approx(costs[0])
-    assert sorted(kept) == pytest.approx(costs[: len(kept)])
 
 
 WARM = {"prompt_tokens": 1600.0, "completion_tokens": 40.0}

@@ -427,25 +427,3 @@ def test_the_last_copy_of_a_model_in_much_use_stays_whatever_another_queue_would
         fleet.ready(("r1", "a"), ("r2", "b"))
         fleet.ask("b", every)
         assert (fleet.look(waiting("a", 60, each=5.0)) == []) is left
-
-
-def test_free_memory_gets_a_copy_of_what_is_asked_for_most_before_its_queue_is_long() -> None:
-    for free, loads in ((10, [("load", "r2", "a")]), (5, [])):
-        fleet = Fleet()
-        fleet.node("r1", 10)
-        fleet.node("r2", free)
-        fleet.model("a", 8, "r1", "r2", slots=2, request_seconds=5.0)
-        fleet.ready(("r1", "a"))
-        fleet.ask("a", every=4.0)
-        assert fleet.look(waiting("a", 1)) == loads
-
-
-def test_a_model_makes_room_soon_after_its_callers_have_stopped() -> None:
-    fleet = two_models_in_room_for_one()
-    for model in "ab":
-        fleet.change("r1", model, load_seconds=0.1)
-    fleet.use("r1", "a", last_used=fleet.now)
-    fleet.ask("a", every=0.01, lasting=20.0)
-    assert fleet.look(waiting("b", 2, each=20.0)) == []
-    fleet.now += 1.0
-    assert fleet.look(waiting("b", 2, each=21.0)) == [("unload", "r1", "a")]

@@ -31,6 +31,7 @@ from tests.schedule.build import (
     lease_at_once,
     node,
     refused_by,
+    set_nodes,
     settle,
     start_lease,
     take_lease,
@@ -45,30 +46,19 @@ def refusal(task: asyncio.Task[Any]) -> GatewayError:
     return error
 
 
-async def test_a_retry_keeps_the_place_that_its_arrival_gave_it() -> None:
-    one = node(slots=1)
-    scheduler = a_scheduler(one)
+async def test_a_retry_keeps_the_place_of_its_arrival_and_no_arrival_passes_a_waiting_request() -> (
+    None
+):
+    scheduler = a_scheduler(node(slots=1))
     early = a_request()
     running = await start_lease(scheduler, a_request())
     late = await start_lease(scheduler, a_request())
     retry = await start_lease(scheduler, early, failed_on(), 1.0)
     running.result()[0].release()
-    await settle()
-    assert retry.done()
-    assert not late.done()
-
-
-async def test_an_arrival_does_not_pass_a_waiting_request() -> None:
-    one = node(slots=1)
-    scheduler = a_scheduler(one)
-    running = await start_lease(scheduler, a_request())
-    waiting = await start_lease(scheduler, a_request())
-    running.result()[0].release()
     # The slot is free but not yet given out.
     newcomer = asyncio.create_task(take_lease(scheduler, a_request()))
     await settle()
-    assert waiting.done()
-    assert not newcomer.done()
+    assert [task.done() for task in (retry, late, newcomer)] == [True, False, False]
 
 
 async def test_a_wide_request_is_not_starved_by_narrow_ones() -> None:
@@ -204,13 +194,10 @@ async def test_a_mute_node_is_worth_the_ordinary_wait() -> None:
 
 
 async def test_when_the_last_node_is_removed_waiting_requests_are_refused() -> None:
-    one, other = node("a", slots=1), node("b", models=("other",))
-    scheduler = a_scheduler(one, other)
+    scheduler = a_scheduler(node("a", slots=1), node("b", models=("other",)))
     await take_lease(scheduler, a_request())
     task = await start_lease(scheduler, a_request())
-    del scheduler.fleet.nodes["a"]
-    one.removed = True
-    scheduler.fleet.model_index.set_nodes([other])
+    set_nodes(scheduler, scheduler.fleet.nodes["b"])
     scheduler.check_all()
     await settle()
     assert refusal(task).code == "model_not_found"
@@ -376,11 +363,9 @@ async def test_a_request_that_has_come_to_need_most_of_a_pool_is_not_passed_over
 
 
 def test_a_request_on_a_node_that_has_left_is_settled_with_its_caller() -> None:
-    scheduler = a_scheduler(node("a"), node("b"))
+    scheduler = a_scheduler(node())
     record = lease_at_once(scheduler, a_request())
-    del scheduler.fleet.nodes[record.node.name]
-    scheduler.fleet.model_index.set_nodes(scheduler.fleet.nodes.values())
-    scheduler.capacity_changed()
+    set_nodes(scheduler)
     payer = known(record.placement.payer)
     record.release()
     scheduler.demand_model.abandoned(record.placement, refund=True)
@@ -477,22 +462,6 @@ def check_rows(scheduler: Scheduler) -> None:
         assert (row.free, row.total) == (one.free_slots(now), one.slots_total)
 
 
-async def test_an_ejected_node_gets_one_request_on_trial_beside_what_runs() -> None:
-    one = node(slots=3)
-    scheduler = a_scheduler(one)
-    running, _ = await take_lease(scheduler, a_request())
-    one.state, one.circuit.open_until = NodeState.EJECTED, one.clock() - 1.0
-    scheduler.fleet_sync.node_changed(one)
-    check_rows(scheduler)
-    trial, _ = await take_lease(scheduler, a_request())
-    assert trial.trial
-    check_rows(scheduler)
-    assert (row_of(scheduler).free, row_of(scheduler).alive) == (0, True)
-    trial.release()
-    running.release()
-    check_rows(scheduler)
-
-
 def half_open(one: Node) -> Node:
     """Let the time of its ejection pass."""
     for _ in range(one.settings.health.failures):
@@ -534,46 +503,22 @@ async def test_a_request_is_no_trial_where_it_would_end_much_later() -> None:
 # Nodes that are added and removed.
 
 
-@pytest.fixture
-def three() -> tuple[Scheduler, list[Node]]:
+async def test_leases_of_a_removed_node_end_there_though_its_index_is_reused() -> None:
     nodes = [node(name, slots=1) for name in "abc"]
-    return a_scheduler(*nodes), nodes
-
-
-def put(scheduler: Scheduler, *nodes: Node) -> None:
-    """Put these nodes, and no others, in the inventory."""
-    fleet = scheduler.fleet
-    for name, one in list(fleet.nodes.items()):
-        if one not in nodes:
-            one.removed = True
-            del fleet.nodes[name]
-    for one in nodes:
-        one.on_lease_released = fleet.lease_released
-        fleet.nodes[one.name] = one
-    fleet.model_index.set_nodes(nodes)
-    scheduler.capacity_changed()
-
-
-async def test_leases_of_a_removed_node_end_there_though_its_index_is_reused(
-    three: tuple[Scheduler, list[Node]],
-) -> None:
-    scheduler, nodes = three
-    leases = {
-        lease.node.name: lease
-        for lease in [(await take_lease(scheduler, a_request()))[0] for _ in nodes]
-    }
+    scheduler = a_scheduler(*nodes)
+    leases = [(await take_lease(scheduler, a_request()))[0] for _ in nodes]
+    (first,) = [lease for lease in leases if lease.node.name == "a"]
     prompt = PromptKey((1, 2), 100.0)
     scheduler.prompt_cache.request_placed(row_of(scheduler, "a").index, prompt)
-    put(scheduler, *nodes[1:], node("d", slots=1))
+    set_nodes(scheduler, *nodes[1:], node("d", slots=1))
     assert "a" not in scheduler.dispatcher.placement_state.by_name
     fresh, _ = await take_lease(scheduler, a_request())
     assert fresh.node.name == "d"
-    leases["a"].release()
+    first.release()
     check_rows(scheduler)
     assert scheduler.lease_now(a_request()) is None
-    for lease in leases.values():
+    for lease in (*leases, fresh):
         lease.release()
-    fresh.release()
     check_rows(scheduler)
 
 

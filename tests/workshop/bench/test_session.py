@@ -75,19 +75,6 @@ async def test_an_open_loop_counts_from_the_time_a_request_should_have_started()
 
 
 @in_virtual_time
-async def test_random_arrivals_have_the_rate_and_the_seed_decides_them() -> None:
-    async with EmulatedNode(slots=64) as node:
-        first, again = [
-            only(await measure(node.url, parse_loads(Loop.POISSON, "20", 200, None)))
-            for _ in range(2)
-        ]
-        shorter = only(await measure(node.url, parse_loads(Loop.POISSON, "20", None, 5)))
-    assert first.requests / first.seconds == pytest.approx(20, rel=0.15)
-    assert first.seconds == pytest.approx(again.seconds, abs=0.01)
-    assert 70 <= shorter.requests <= 130
-
-
-@in_virtual_time
 async def test_a_trace_is_played_and_a_later_turn_waits_for_the_one_before(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(
@@ -105,14 +92,6 @@ async def test_a_trace_is_played_and_a_later_turn_waits_for_the_one_before(tmp_p
     assert by_number[1].intended >= by_number[0].ended > by_number[0].intended + 4.8
     assert by_number[2].intended == pytest.approx(by_number[0].intended + 2, abs=0.01)
     assert known(by_number[1].cached_tokens) > 30
-
-
-@in_virtual_time
-async def test_several_tokens_in_a_segment_do_not_change_the_time_between_tokens() -> None:
-    async with EmulatedNode(slots=2, decode_tps=50) as node:
-        node.faults.set("merge", count=4, path="/v1/chat/completions")
-        found = only(await measure(node.url, pattern=RequestPattern(64, 40)))
-    assert known(found.inter_token).p50 == pytest.approx(1 / 50, rel=0.1)
 
 
 @in_virtual_time

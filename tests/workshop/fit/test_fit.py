@@ -25,7 +25,6 @@ from gateway.workshop.fit import (
     StreamError,
     expected_speed,
     fit,
-    instruction_set,
     largest_context,
     largest_slots,
     measure_bandwidth,
@@ -155,21 +154,6 @@ def test_prefill_goes_by_cores_and_instructions_not_by_memory() -> None:
     assert speed(MISTRAL_7B, 2, bandwidth=BANDWIDTH / 10).prefill == pytest.approx(two)
     amx = speed(MISTRAL_7B, 2, "AMX").prefill
     assert amx == pytest.approx(two * INSTRUCTION_SETS["AMX"].factor)
-
-
-@pytest.mark.parametrize(
-    ("flags", "name"),
-    [
-        ({"avx2", "avx512f", "avx512_vnni", "amx_int8"}, "AMX"),
-        ({"avx2", "avx512f"}, "AVX-512"),
-        ({"avx2"}, "AVX2"),
-        ({"asimd", "asimddp", "i8mm"}, "i8mm"),
-        ({"asimd", "asimddp"}, "dot product"),
-        ({"sse2"}, "none"),
-    ],
-)
-def test_the_best_instruction_set_counts(flags: set[str], name: str) -> None:
-    assert instruction_set(frozenset(flags)) == name
 
 
 def test_memory_is_read_at_a_plausible_speed() -> None:

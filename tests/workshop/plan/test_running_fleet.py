@@ -153,16 +153,6 @@ def test_a_saturated_fleet_is_called_saturated_and_told_what_to_add() -> None:
     assert "add one node like a: then it is 7" in advice.sentence
 
 
-def test_slots_that_were_never_free_are_believed_more_than_measured_speeds() -> None:
-    # By its speeds the node would be used to a fifth; its two slots were held all the time.
-    busy = even(360, slot_seconds=20.0, lasted=60.0)
-    found = answer(busy, node("a", prefill_tps=300.0, decode_tps=30.0))
-    assert found.advice.verdict == "saturated"
-    assert int(known(found.advice.add)["count"]) >= 1
-    assert found.changes[0].use > 0.95
-    assert "times slower" in found.notes[0]
-
-
 def test_a_node_that_was_added_since_ends_the_saturation() -> None:
     full = even(180, slot_seconds=60.0, lasted=300.0)
     assert answer(full, slow("a")).advice.verdict == "saturated"

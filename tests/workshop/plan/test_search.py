@@ -16,10 +16,7 @@ from gateway.workshop.plan.answer import (
 )
 from gateway.workshop.plan.catalogue import (
     FleetPrice,
-    NodeCatalogue,
     NodeType,
-    ReferenceModel,
-    fitting_types,
     packaged_catalogue,
     read_catalogue,
 )
@@ -281,18 +278,6 @@ def test_every_figure_of_it_has_a_source_or_is_marked_as_an_example(one: object)
 def test_a_wrong_or_missing_figure_is_reported(tmp_path: Path, line: str, problem: str) -> None:
     text = f"types:\n  - name: a\n    decode_tps: 3\n    prefill_tps: 4\n    {line}\n"
     assert any(one.startswith(problem) for one in problems(tmp_path, text))
-
-
-def test_types_that_hold_the_largest_of_several_models_are_planned_with() -> None:
-    types = (a_type("small", memory_gib=4.0), a_type("large", memory_gib=40.0), a_type("unknown"))
-    listed = NodeCatalogue(types=types, model=ReferenceModel(gib=4.0))
-    (found,), notes = fitting_types(listed, None, (), models_from_text("3x2GiB:12GiB"))
-    # Its speeds are for 4 GiB, those of routers for 8.
-    assert (found.name, found.decode_tps) == ("large", 5.0)
-    assert notes == (
-        "small is left out: the model needs 12.0 GiB, it has 4",
-        "unknown is left out: it says no memory_gib for models on demand",
-    )
 
 
 def price_of(

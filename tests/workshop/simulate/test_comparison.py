@@ -22,12 +22,9 @@ from gateway.workshop.simulate.simulation import (
     NO_REQUESTS,
     SimulatedFleet,
     SimulatedMachine,
-    Trace,
     Traffic,
     generate,
-    simulate,
 )
-from tests.calls import count_calls
 from tests.workshop.simulate.build import job, machine, play, trace
 
 FLEET = [SimulatedMachine(f"fast{i}", 2, 600.0, 40.0) for i in range(4)] + [
@@ -57,38 +54,7 @@ def test_least_finish_is_well_ahead_of_counting_connections(exact: bool) -> None
     assert ours.cached_share > nginx.cached_share
 
 
-@pytest.mark.slow
-def test_a_request_costs_little_more_among_ten_times_the_nodes() -> None:
-    """So an hour of a thousand nodes is played in minutes: docs/simulation.md has the figures."""
-
-    def work(nodes: int) -> float:
-        machines = [SimulatedMachine(f"fast{i}", 2, 700.0, 48.0) for i in range(7 * nodes // 10)]
-        machines += [SimulatedMachine(f"slow{i}", 2, 240.0, 16.0) for i in range(3 * nodes // 10)]
-        traffic = Traffic(requests=400, rate=0.16 * nodes, answer=172.0, tenants=120)
-        # Warm: each node is calibrated once, however few requests come.
-        fleet = SimulatedFleet(machines, generate(traffic, 1))
-        front = build_front("least_finish", fleet, warm=True)
-        return count_calls(lambda: simulate(front)) / 400
-
-    assert work(1000) < 1.5 * work(100)
-
-
 RULES = ElasticFigures(start_above=2, start_after=1, stop_after=60, cooldown=10, startup=20)
-
-
-def bursts() -> Trace:
-    """A request now and then, and forty at once after five minutes."""
-    quiet = [job(time=30.0 * number) for number in range(40)]
-    return trace([*quiet, *(job(time=300.0 + number / 10, output=60) for number in range(40))])
-
-
-def test_a_burst_is_served_with_fewer_machine_hours_than_always_on() -> None:
-    base, standby = [machine()], [machine(), machine(), machine()]
-    always, elastic, alone = compare_elastic(bursts(), base, standby, RULES)
-    assert (always.starts, alone.starts) == (0, 0)
-    assert 1 <= elastic.starts <= 3
-    assert alone.machine_hours < elastic.machine_hours < 0.6 * always.machine_hours
-    assert always.wait.mean < elastic.wait.mean < alone.wait.mean
 
 
 def test_a_machine_is_paid_from_its_start_to_its_stop_and_starts_without_its_caches() -> None:

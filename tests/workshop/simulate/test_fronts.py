@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TypeVar, cast
 
@@ -87,30 +86,6 @@ def test_a_request_that_waited_finds_what_was_cached_meanwhile(knowledge: Knowle
     play(jobs, [machine(1)], partial(GatewayFront, knowledge=knowledge))
     assert jobs[1].began == jobs[0].ended
     assert jobs[1].cached == 900
-
-
-FLEET = [
-    machine(2, f"n{decode}", decode=decode, prefill=15 * decode) for decode in (5.0, 12.0, 60.0)
-]
-
-
-def served_by(machines: list[SimulatedMachine], *, warm: bool = False) -> list[int]:
-    """The nodes of twenty chats with one system prompt, that come one by one."""
-    chats = [
-        job(time=60.0 * place, prompt=1600, output=40, head=5, shared=1500) for place in range(20)
-    ]
-    known_after(chats, machines, partial(LearntKnowledge, warm=warm))
-    return [chat.node for chat in chats]
-
-
-def test_a_warm_gateway_knows_the_speeds_and_a_cold_one_calibrates_and_explores() -> None:
-    assert served_by(FLEET, warm=True) == [2] * 20
-    # Calibrated between the first chat and the second.
-    assert served_by(FLEET)[1:] == [2] * 19
-    alone = [replace(one, calibrated=False) for one in FLEET]
-    found = served_by(alone)
-    assert set(found) == {0, 1, 2}
-    assert found[8:] == [2] * 12
 
 
 ONE = from_text("1x2@10:1000/10GiB")
