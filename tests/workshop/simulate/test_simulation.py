@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +16,6 @@ from gateway.workshop.simulate.simulation import (
     SimulatedMachine,
     SimulatedPromptCache,
     StuckError,
-    Trace,
     TracePrompt,
     Traffic,
     generate,
@@ -160,19 +159,9 @@ def problems(path: Path) -> list[str]:
 
 
 def test_every_key_is_read(tmp_path: Path) -> None:
-    one = {
-        "time": 1700000000.5,
-        "prompt_tokens": 1800,
-        "output_tokens": 120,
-        "max_tokens": 512,
-        "model": "qwen3-8b",
-        "class": "batch",
-        "caller": "team-a",
-        "session": "s12",
-        "pause": 8.0,
-        "prefix": "assistant-v3",
-        "prefix_tokens": 1500,
-    }
+    one: dict[str, Any] = {"time": 1700000000.5, "prompt_tokens": 1800, "output_tokens": 120}
+    one |= {"max_tokens": 512, "model": "qwen3-8b", "class": "batch", "caller": "team-a"}
+    one |= {"session": "s12", "pause": 8.0, "prefix": "assistant-v3", "prefix_tokens": 1500}
     assert set(one) == set(TRACE_KEYS)
     trace = read_trace(written(tmp_path, one, one | {"time": 1700000010.5, "prompt_tokens": 2000}))
     first, second = trace.jobs
@@ -192,14 +181,10 @@ TOKENS = '{"prompt_tokens": 1, "output_tokens": 1, '
     [
         ('{"prompt_tokens": 3,', "Input data was truncated"),
         ("hello", "JSON is malformed: invalid character (byte 0)"),
-        ("[1]", "Expected `object`, got `array`"),
-        ("9" * 5000, "Number out of range"),
         ('{"prompt_tokens": 3}', "Object missing required field `output_tokens`"),
         ('{"prompt_tokens": 0, "output_tokens": 1}', "Expected `int` >= 1 - at `$.prompt_tokens`"),
-        ('{"prompt_tokens": 1, "output_tokens": true}', "got `bool` - at `$.output_tokens`"),
         (TOKENS + '"time": NaN}', "JSON is malformed: invalid character (byte 49)"),
         (TOKENS + '"class": "vip"}', "'^(urgent|premium|normal|batch)?$' - at `$.class`"),
-        (TOKENS + '"session": 7}', "Expected `str`, got `int` - at `$.session`"),
         (TOKENS + '"tokens": 7}', "unknown field `tokens`"),
         (TOKENS + '"prefix": "a", "prefix_tokens": 2}', "prefix_tokens is more than prompt_tokens"),
     ],
@@ -237,9 +222,8 @@ def test_the_azure_layout_is_read_with_a_time_zone_or_without(tmp_path: Path) ->
     assert times == pytest.approx([0.0, 2.49007], abs=1e-5)
 
 
-def test_traffic_has_the_requested_rate_and_means() -> None:
-    traffic = Traffic(requests=20_000, rate=5.0, answer=200.0, turns=3.0)
-    trace = generate(traffic, 1)
+def test_traffic_has_the_requested_rate_and_means_and_turns_that_continue() -> None:
+    trace = generate(Traffic(requests=20_000, rate=5.0, answer=200.0, turns=3.0), 1, MODELS)
     jobs = trace.jobs
     assert len(jobs) == 20_000
     assert jobs[-1].time - jobs[0].time == pytest.approx(4000, rel=0.05)
@@ -248,17 +232,12 @@ def test_traffic_has_the_requested_rate_and_means() -> None:
     assert sum(job.output for job in jobs) / len(jobs) == pytest.approx(200, rel=0.05)
     conversations = len({job.prompt.stream for job in jobs})
     assert len(jobs) / conversations == pytest.approx(3.0, rel=0.1)
-
-
-def test_every_turn_continues_the_one_before() -> None:
-    trace = generate(Traffic(requests=2000, rate=5.0), 1, MODELS)
-    assert trace.next_turns
     for before, after in trace.next_turns.items():
-        one, next_one = trace.jobs[before], trace.jobs[after]
-        assert (one.prompt.stream, one.model) == (next_one.prompt.stream, next_one.model)
-        assert next_one.prompt.tokens > one.prompt.tokens + one.output
-        assert next_one.time > one.time
-        assert next_one.is_later_turn
+        one, then = jobs[before], jobs[after]
+        assert (one.prompt.stream, one.model) == (then.prompt.stream, then.model)
+        assert then.prompt.tokens > one.prompt.tokens + one.output
+        assert then.time > one.time
+        assert then.is_later_turn
 
 
 @each_case(
@@ -266,25 +245,16 @@ def test_every_turn_continues_the_one_before() -> None:
     [
         ("speed=1", "unknown field `speed` .known: requests, rate"),
         ("rate=fast", r"Expected `float`, got `str` - at `\$.rate`"),
-        ("requests=1.5", r"Expected `int`, got `str` - at `\$.requests`"),
-        ("rate=0", "> 0.0"),
         ("rate=inf", "<= 1000000000.0"),
-        ("requests=0", ">= 1"),
         ("turns=nan", ">= 1.0"),
-        ("pause=-1", ">= 0.0"),
         ("batch=0.7,urgent=0.7", "shares of the classes"),
         ("burst=0.5", ">= 1.0"),
         ("lasting=4000", "lasting must be shorter than every"),
-        ("lasting=0", "> 0.0"),
     ],
 )
 def test_invalid_traffic_is_an_error_with_an_explanation(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_figures(text, Traffic)
-
-
-def asked_for(trace: Trace, since: float = 0.0, until: float = math.inf) -> Counter[str]:
-    return Counter(job.model for job in trace.jobs if since <= job.time < until)
 
 
 MODELS = [f"m{number}" for number in range(8)]
@@ -293,6 +263,8 @@ MODELS = [f"m{number}" for number in range(8)]
 def test_popularity_moves_where_it_is_said_to() -> None:
     for moves, alike in ((0.0, True), (300.0, False)):
         trace = generate(Traffic(6000, 10.0, turns=1.0, moves=moves), 3, MODELS)
-        first = asked_for(trace, until=300.0).most_common(3)
-        second = asked_for(trace, since=300.0).most_common(3)
+        first, second = [
+            Counter(job.model for job in trace.jobs if (job.time < 300.0) is early).most_common(3)
+            for early in (True, False)
+        ]
         assert ([name for name, _ in first] == [name for name, _ in second]) is alike
