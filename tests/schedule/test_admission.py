@@ -166,9 +166,12 @@ class BusyNode:
         found = []
         for task in (self.tasks[request.id][1] for request in requests):
             error = task.exception() if task.done() else None
-            assert not task.done() or isinstance(error, GatewayError), error
-            assert error is None or (error.retry_after or 0) >= 1
-            found.append(WAITS if error is None else error.code)
+            if isinstance(error, GatewayError):
+                assert (error.retry_after or 0) >= 1
+                found.append(error.code)
+            else:
+                assert not task.done()
+                found.append(WAITS)
         return found
 
     def waiting(self) -> Counter[str]:
