@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gateway.schedule.candidates import HOPE_AWAITED, HOPE_UNKNOWN
-from gateway.schedule.core.dispatcher import DispatchRules
+from gateway.schedule.core.dispatcher import MOST_DECLINES, DispatchRules
 from gateway.schedule.core.requests import (
     EXPLORING_REQUESTS,
     spread_reserve,
@@ -139,6 +139,33 @@ def test_a_deferral_ends_in_time() -> None:
     assert sim.match(wake - 0.01) == []
     (placement,) = sim.match(wake)
     assert (placement, placement.row) == (warm, sim.rows[1])
+
+
+def test_a_slot_that_many_declined_is_given_out() -> None:
+    sim = QueueSimulation((1, 20))
+    last = next(one for one in sim.fill() if one.row is sim.rows[1])
+    for _ in range(3 * MOST_DECLINES):
+        sim.arrive(prompt_tokens=5000.0, cached={0: 4900.0}, completion_tokens=1.0)
+    assert len(sim.finish(last, 0.5)) == 1
+
+
+def test_many_answers_of_a_crowded_row_that_end_at_once_take_little_work() -> None:
+    sim = QueueSimulation((1000,))
+    [row] = sim.rows
+    row.set_speed(5000.0, 0.03, 0.0001)
+    running = sim.fill(prompt_tokens=10.0, completion_tokens=2000.0)
+    last, moved = running[-1], 0
+    for one in running:
+        row.prefill_done(one, 10.0)
+    for one in running[:900]:
+        before = last.ends
+        sim.finish(one, 12.0)
+        moved += last.ends != before
+    assert moved < 120, "the ends of all were moved now and then alone"
+    assert row.ends_sum == pytest.approx(sum(one.ends for one in row.running))
+    for one in running[900:]:
+        sim.finish(one, 13.0)
+    assert (row.ends_sum, row.prefill_until, row.decoding) == (0.0, 0.0, 0)
 
 
 def test_a_waiting_requests_cache_is_looked_up_again_when_slots_have_come_free() -> None:

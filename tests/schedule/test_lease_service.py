@@ -208,6 +208,15 @@ def test_an_error_response_says_something_of_its_node(
     assert one.circuit.failures == 0
 
 
+@pytest.mark.parametrize("status", [429, 503])
+def test_an_endpoint_that_refuses_work_is_left_alone_for_a_while(status: int) -> None:
+    one = node("a", kind="openai")
+    world = World(one)
+    world.end(world.grant(a_request()), "busy", status, error=NodeError(retry_after=5.0))
+    assert one.paused(world.clock())
+    assert not one.paused(world.clock.passes(6.0))
+
+
 def test_an_unreachable_node_is_to_blame() -> None:
     world = World(node("a"))
     lease = world.grant(a_request())

@@ -17,12 +17,12 @@ from gateway.nodes.server_properties import ServerProperties
 from gateway.nodes.speed import sample_from_timings
 from gateway.schedule.candidates import NodeCandidates, with_context
 from gateway.schedule.core.requests import NodeSlots
-from gateway.schedule.scheduler import Scheduler
+from gateway.schedule.scheduler import MOST_PLACED_BY_TOKENS, Scheduler
 from gateway.terms import Priority
 from tests.each_case import each_case
 from tests.known import known
 from tests.lease_requests import learn
-from tests.nodes.build import Clock, learn_timings
+from tests.nodes.build import Clock, learn_timings, take
 from tests.schedule.build import (
     CALLER,
     a_request,
@@ -330,12 +330,8 @@ async def test_a_burst_is_refused_by_prediction_only_with_measured_speeds(
         assert scheduler.dispatcher.waiting == 44, "one caller gets all places but a reserve"
 
 
-def pooled(slots: int, context: int) -> Node:
-    return node(slots=slots, kv="shared", context=context)
-
-
 async def test_a_request_that_has_come_to_need_most_of_a_pool_is_not_passed_over() -> None:
-    scheduler = a_scheduler(pooled(slots=4, context=1000))
+    scheduler = a_scheduler(node(slots=4, kv="shared", context=1000))
 
     def learn_answers(tokens: int) -> None:
         for _ in range(40):
@@ -357,6 +353,19 @@ async def test_a_request_that_has_come_to_need_most_of_a_pool_is_not_passed_over
         lease.release()
         await settle()
     assert grows.done()
+
+
+async def test_one_turn_of_the_loop_matches_a_few_requests_by_tokens_and_the_next_others() -> None:
+    scheduler = a_scheduler(node(slots=32, kv="shared", context=3200))
+    small = {"exact_tokens": 60, "max_tokens": 20}
+    leases = [(await take_lease(scheduler, a_request(**small)))[0] for _ in range(32)]
+    tasks = [await start_lease(scheduler, a_request(**small)) for _ in range(32)]
+    for lease in leases:
+        lease.release()
+    scheduler.match()
+    assert scheduler.dispatcher.waiting == 32 - MOST_PLACED_BY_TOKENS
+    await settle()
+    assert all(task.done() for task in tasks)
 
 
 # Leases and their records.
@@ -501,6 +510,16 @@ async def test_a_request_is_no_trial_where_it_would_end_much_later() -> None:
 
 
 # Nodes that are added and removed.
+
+
+def test_a_placement_that_the_node_cannot_take_is_not_granted() -> None:
+    one = node(slots=1)
+    scheduler = a_scheduler(one)
+    take(one)  # the placement state does not know of it
+    assert row_of(scheduler).free == 1
+    assert scheduler.lease_now(a_request()) is None
+    check_rows(scheduler)
+    assert one.leased == 1
 
 
 async def test_leases_of_a_removed_node_end_there_though_its_index_is_reused() -> None:
