@@ -3,12 +3,26 @@ from __future__ import annotations
 import json
 import socket
 from ipaddress import ip_network
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gateway.config.errors import ConfigError
+from gateway.config.keys import (
+    LARGEST_BUDGET,
+    Budget,
+    CachePolicy,
+    CacheSpec,
+    LimitSpec,
+    cache_policy,
+    has_labels,
+    parse_budget,
+)
+from gateway.config.scheduling import ModelRule, find_alias_loop
 from gateway.config.settings import (
     MASK,
     Address,
@@ -101,6 +115,10 @@ def test_values_are_read_in_their_units(load_gateway: LoadSettings, tmp_path: Pa
         ("models: {a: {set: {x: 99999999999999999999}}}", "models.a.set.x"),
         ("models: {a: {set: {model: b}}}", "models.a.set"),
         ("models: {a: {strip: [messages]}}", "models.a.strip"),
+        ("models: {a: {replicas: {min: 3, max: 2}}}", "models.a.replicas.max"),
+        ("models: {a: {pin: 3}}", "models.a.pin"),
+        ("models: {a: {idle_unload: 0}}", "models.a.idle_unload"),
+        ("models: {a: {use: b, pin: x}}", "models"),
         ("classes: {vip: {max_wait: 1}}", "classes.vip"),
         ("classes: {normal: {reserve_slots: 0.5}}", "classes"),
         ("prompts: {strip: ['.*']}", "prompts.strip[0]"),
@@ -240,20 +258,6 @@ def test_only_keys_of_open_listeners_and_of_places_need_a_restart(
 # Traces, and the header that goes with them.
 
 
-@each_case(
-    ("written", "meant"),
-    [
-        ("http://Collector:4318", "http://collector:4318/v1/traces"),
-        ("https://otlp.example.org/otlp/v1/traces", "https://otlp.example.org/otlp/v1/traces"),
-    ],
-)
-def test_an_endpoint_without_a_path_has_the_usual_one(
-    written: str, meant: str, load_gateway: LoadSettings
-) -> None:
-    settings = load_gateway(f"telemetry: {{traces: {{endpoint: '{written}'}}}}")
-    assert settings.telemetry.traces.endpoint == meant
-
-
 def test_a_header_of_traces_comes_from_a_variable_or_a_file(load_gateway: LoadSettings) -> None:
     settings = load_gateway("telemetry: {traces: {header_env: OTLP}}", OTLP=HEADER)
     assert settings.telemetry.traces.header_fields() == {"Authorization": "Bearer s3cret"}
@@ -313,3 +317,131 @@ def test_headers_that_may_never_pass_are_refused_with_the_remedy(
     problems = gateway_problems(f"headers: {{to_nodes: {listed}, to_clients: {listed}}}")
     assert [problem.key for problem in problems] == ["headers.to_nodes[1]", "headers.to_clients[1]"]
     assert all(remedy in problem.remedy for problem in problems)
+
+
+@each_case(
+    ("wrong", "expected"),
+    [
+        ('{"*": {set: {temperature: 0}}}', '"*" names no model (write "*": {use: NAME}'),
+        ('{"*": }', '"*" names no model'),
+        ('{"*": {use: [a, "*"]}}', '* uses "*", which is no model (name'),
+        ('{"*": {use: a}, b: {use: ["*"]}}', 'b uses "*", which is no model (name'),
+        ("{a: {use: [x, b]}, b: {use: c}, c: {use: a}}", "for each other: a -> b -> c -> a"),
+    ],
+)
+def test_names_that_lead_nowhere_are_refused(
+    gateway_problems: Problems, wrong: str, expected: str
+) -> None:
+    (problem,) = gateway_problems(f"models: {wrong}")
+    assert problem.key == "models"
+    assert expected in str(problem)
+
+
+def test_a_long_chain_of_names_is_no_loop_and_no_recursion() -> None:
+    chain = {f"m{i}": ModelRule(use=(f"m{i + 1}",)) for i in range(20_000)}
+    assert find_alias_loop(chain) == []
+    assert len(find_alias_loop({**chain, "m20000": ModelRule(use=("m0",))})) == 20_002
+
+
+GRAPHS = st.dictionaries(
+    st.sampled_from("abcdef"), st.lists(st.sampled_from("abcdefgh"), max_size=4)
+)
+
+
+@given(GRAPHS)
+def test_a_loop_is_found_exactly_where_there_is_one(graph: dict[str, list[str]]) -> None:
+    rules = {name: ModelRule(use=tuple(used)) for name, used in graph.items()}
+    loop = find_alias_loop(rules)
+
+    # The other direction: take away names that lead nowhere until nothing changes.
+    left = {name: {one for one in used if one != name} for name, used in graph.items()}
+    while ends := [name for name, used in left.items() if not used & left.keys()]:
+        for name in ends:
+            del left[name]
+    assert bool(loop) == bool(left)
+    for name, used in pairwise(loop):
+        assert used in rules[name].use
+    assert not loop or (loop[0] == loop[-1] and len(loop) > 2)
+
+
+PLACES = {
+    "keys[0].limits": f"keys:\n- id: alice\n  sha256: {HASH}\n  limits: {{LIMIT}}\n",
+    "keys[0].user_limits": (
+        f"keys:\n- id: alice\n  sha256: {HASH}\n  trust_user_headers: true\n"
+        "  user_limits: {LIMIT}\n"
+    ),
+    "groups.team.limits": "groups:\n  team:\n\n    limits: {LIMIT}\n",
+    "limits.total": "limits:\n\n\n  total: {LIMIT}\n",
+}
+"""Where limits stand, each in the fourth line of a file at the latest."""
+
+
+@each_case("place", PLACES)
+@each_case(
+    "written",
+    [
+        "rpm: 0", "rpm: 1.5", "rpm: true", "tokens_per_day: -100", "concurrency: 0",
+        "budget: 0/month", "budget: 20", "budget: 20/week", "budget: .nan/day", "max_class: best",
+    ],
+)  # fmt: skip
+def test_a_limit_of_nothing_or_less_is_refused_with_its_line(
+    place: str, written: str, gateway_problems: Problems
+) -> None:
+    text = PLACES[place].replace("LIMIT", written)
+    (problem,) = gateway_problems(text)
+    assert problem.key == f"{place}.{written.partition(':')[0]}"
+    assert problem.line == text[: text.index(written)].count("\n") + 1
+    assert problem.message
+
+
+@each_case(
+    ("written", "budget"),
+    [
+        ("20/month", Budget(20.0, "month")),
+        (" .5 / DAY ", Budget(0.5, "day")),
+        ("0.00002/day", Budget(0.00002, "day")),
+        ("0.000000001/month", Budget(1e-9, "month")),
+        (f"{LARGEST_BUDGET:.0f}/day", Budget(LARGEST_BUDGET, "day")),
+    ],
+)
+def test_a_budget_is_what_was_written(
+    written: str, budget: Budget, load_gateway: LoadSettings
+) -> None:
+    assert parse_budget(written) == budget
+    settings = load_gateway(f"limits: {{total: {{budget: '{written}'}}}}")
+    assert settings.limits.total is not None
+    assert settings.limits.total.budget_limit == budget
+    # It is kept as text, and read again from there.
+    text = settings.limits.total.budget
+    assert LimitSpec.model_validate({"budget": text}).budget == text
+
+
+def test_each_field_is_the_most_specific_ones() -> None:
+    key = CacheSpec(hide=False, prompt_cache=False)
+    group = CacheSpec(hide=True, isolate="group", nodes={"b": "2", "a": "1"})
+    everybody = CacheSpec(isolate="key", nodes={"c": "3"}, prompt_cache=True)
+    assert cache_policy((key, group, everybody), "alice", "team") == CachePolicy(
+        hide=False, scope="group team", node_labels=(("a", "1"), ("b", "2")), prompt_cache=False
+    )
+
+
+@each_case(
+    ("isolate", "group", "scope"),
+    [
+        ("group", "team", "group team"),
+        ("group", None, "caller alice"),
+        ("key", "team", "caller alice"),
+        ("off", "team", ""),
+    ],
+)
+def test_the_scope_is_a_group_or_a_caller(isolate: str, group: str | None, scope: str) -> None:
+    spec = CacheSpec.model_validate({"isolate": isolate})
+    assert cache_policy((spec,), "alice", group).scope == scope
+
+
+def test_a_node_needs_all_labels() -> None:
+    wanted = (("tenant", "a"), ("zone", "1"))
+    assert has_labels({"tenant": "a", "zone": "1", "more": "x"}, wanted)
+    assert not has_labels({"tenant": "a"}, wanted)
+    assert not has_labels({"tenant": "a", "zone": "2"}, wanted)
+    assert has_labels({}, ())

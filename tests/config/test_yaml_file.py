@@ -211,9 +211,6 @@ def test_any_text_is_a_tree_or_a_config_error(
         to_plain(read_yaml(file, {}).root.tree)
 
 
-NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,10}", fullmatch=True)
-
-
 @each_case(
     ("text", "result"),
     [
@@ -231,11 +228,6 @@ def test_references_are_replaced(text: str, result: str) -> None:
 def test_a_reference_must_be_well_formed(text: str) -> None:
     with pytest.raises(InterpolationError, match="well formed"):
         interpolate(text, {"A": "1", "B": "2"})
-
-
-@given(st.text(), st.dictionaries(NAMES, st.text()))
-def test_an_escaped_text_is_restored(text: str, env: dict[str, str]) -> None:
-    assert interpolate(text.replace("$", "$$"), env) == text
 
 
 @each_case(
@@ -285,13 +277,6 @@ def test_all_problems_come_at_once_in_the_order_of_the_file(nodes_problems: Prob
 
 
 FILE = Path("config/nodes.yaml")
-
-
-def test_a_problem_is_one_line_and_unknown_parts_are_left_out() -> None:
-    problem = Problem(FILE, 3, "nodes[0].url", "is missing", "add it")
-    assert str(problem) == "config/nodes.yaml:3: nodes[0].url: is missing (add it)"
-    assert str(Problem(FILE, 0, "", "can't be read")) == "config/nodes.yaml: can't be read"
-    assert str(Problem(FILE, 3, "", "bad", column=7)) == "config/nodes.yaml:3:7: bad"
 
 
 @given(st.text(max_size=1000))
