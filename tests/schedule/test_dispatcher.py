@@ -424,14 +424,6 @@ async def test_each_pool_has_a_reserve_of_its_own() -> None:
         assert scheduler.batch_room(("demo",), 0.0, node_labels=labels).slots == 2
 
 
-def chosen(sim: QueueSimulation, count: int, **options: Any) -> Counter[str]:
-    names: Counter[str] = Counter()
-    for _ in range(count):
-        placement = sim.placed(**options)
-        names[placement.row.name] += 1
-    return names
-
-
 WARM = {"prompt_tokens": 1600.0, "completion_tokens": 40.0}
 """A chat whose system prompt of 1,500 tokens is cached on the first node."""
 

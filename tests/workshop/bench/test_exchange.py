@@ -30,23 +30,24 @@ from gateway.workshop.bench.load import (
 )
 from gateway.workshop.simulate.simulation import TracePrompt
 from tests.each_case import each_case
-from tests.workshop.bench.measuring import STREAM_HEAD, measure, odd_server, plain_answer
+from tests.transport.raw import Peer, raw_server
+from tests.workshop.bench.measuring import STREAM_HEAD, measure
 
 
 async def test_without_usage_words_are_taken_for_tokens_and_that_is_said() -> None:
     seen: list[int] = []
 
-    async def answer(head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
+    async def answer(peer: Peer) -> None:
+        head, _, body = (await peer.request()).partition(b"\r\n\r\n")
         if b"/chat/completions" in head:
             seen.append(len(json.loads(body)["messages"][0]["content"].split()))
             event = b'data: {"choices":[{"delta":{"content":"a"},"finish_reason":"stop"}]}\n\n'
-            writer.write(STREAM_HEAD + event)
+            await peer.say(STREAM_HEAD + event)
         else:
-            writer.write(plain_answer(b"{}"))
-        await writer.drain()
+            await peer.say(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
 
-    async with odd_server(answer) as url:
-        report = await measure(url)
+    async with raw_server(answer) as server:
+        report = await measure(f"http://127.0.0.1:{server.port}")
     assert report.client["prompt_lengths_by"] == "guessed: one token a word"
     assert seen[-4:] == [64] * 4
     for note in ("sends no usage", "tells no token counts"):

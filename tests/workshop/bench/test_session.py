@@ -18,9 +18,10 @@ from gateway.workshop.simulate.simulation import read_trace
 from tests.emulator import EmulatedNode
 from tests.known import known
 from tests.local.powercap import PowercapTree
+from tests.transport.raw import Peer, once, raw_server
 from tests.virtual import in_virtual_time, now
 from tests.workshop.bench.beside_guidellm import emulated_node
-from tests.workshop.bench.measuring import STREAM_HEAD, answers, measure, odd_server, plan
+from tests.workshop.bench.measuring import STREAM_HEAD, measure, plan
 
 
 def only(report: BenchReport) -> LoadFigures:
@@ -147,9 +148,9 @@ async def test_what_can_not_be_measured_is_told_with_the_remedy_before_the_load(
         with pytest.raises(TargetError, match="can't be reached"):
             await measure(node.url)
     missing = b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-    async with odd_server(answers(missing)) as url:
+    async with raw_server(once(missing)) as server:
         with pytest.raises(TargetError, match="refuses POST /v1/chat/completions"):
-            await measure(url)
+            await measure(f"http://127.0.0.1:{server.port}")
 
 
 async def test_energy_is_counted_by_token(tmp_path: Path) -> None:
@@ -254,15 +255,16 @@ async def test_a_refused_worker_pauses(
 )
 @in_virtual_time
 async def test_a_stream_without_end_is_cut(piece: bytes, timeout: float, reason: str) -> None:
-    async def talk(head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
-        writer.write(STREAM_HEAD)
+    async def talk(peer: Peer) -> None:
+        await peer.request()
+        await peer.say(STREAM_HEAD)
         while True:
-            writer.write(piece)
-            await writer.drain()
+            await peer.say(piece)
             await asyncio.sleep(0.01)
 
-    async with odd_server(talk) as url:
-        assert only(await measure(url, timeout=timeout)).errors == {reason: 4}
+    async with raw_server(talk) as server:
+        found = only(await measure(f"http://127.0.0.1:{server.port}", timeout=timeout))
+    assert found.errors == {reason: 4}
 
 
 @pytest.mark.slow

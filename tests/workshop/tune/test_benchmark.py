@@ -26,7 +26,7 @@ from gateway.workshop.tune.search import (
     rule_of_thumb,
 )
 from tests.known import known
-from tests.local.machine import make_machine, write
+from tests.local.machine import make_machine
 from tests.local.powercap import PowercapTree
 from tests.servers import demo_servers, server_path
 
@@ -104,19 +104,6 @@ async def test_a_setting_with_too_much_memory_is_not_started(
     ):
         await measured.measure(start.with_knob("slots", 8), 60)
     assert not plan.log_folder.exists()
-
-
-def machine(root: Path, busy: tuple[int, int], idle: int, **processes: int) -> Path:
-    """Write `/proc` with the ticks of two usable CPUs, of a third, and of processes."""
-    lines = [f"cpu{cpu} {ticks // 2} {ticks - ticks // 2} 0 {idle} 0 0 0 0 0 0" for cpu, ticks in
-             enumerate(busy)]  # fmt: skip
-    write(
-        root, "proc/stat", "\n".join(["cpu 1 2 3 4", *lines, "cpu2 9999 0 0 1 0 0 0 0", "intr 5"])
-    )
-    for pid, (name, ticks) in enumerate(processes.items(), start=100):
-        fields = ["S", *["0"] * 10, str(ticks), "0", *["0"] * 30]
-        write(root, f"proc/{pid}/stat", f"{pid} ({name}) {' '.join(fields)}")
-    return root
 
 
 SMALL_REQUEST = BenchmarkRequest(prompt=400, answer=24)
