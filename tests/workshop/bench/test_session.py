@@ -113,15 +113,6 @@ async def test_completions_and_embeddings_which_have_no_tokens_but_a_time() -> N
 # Servers.
 
 
-async def test_a_model_may_be_named_and_else_is_the_first() -> None:
-    async with EmulatedNode(model="first") as node:
-        assert (await measure(node.url)).server.model == "first"
-        report = await measure(node.url, model="other")
-        assert report.server.model == "other"
-        assert "does not list other" in report.notes[0]
-        assert json.loads(node.seen[-1].body)["model"] == "other"
-
-
 async def test_fields_that_a_server_refuses_are_left_out() -> None:
     """A server that knows neither `stream_options` nor `ignore_eos`, and has no usage."""
     async with EmulatedNode(answer_tokens=5) as node:
