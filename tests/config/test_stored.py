@@ -13,13 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.config.settings import Settings, changed_restart_keys, masked_settings
-from gateway.config.stored import (
-    EVENTS,
-    LONGEST_URL,
-    StoreSettings,
-    WebhookUrl,
-    masked_store_url,
-)
+from gateway.config.stored import EVENTS, LONGEST_URL, StoreSettings, WebhookUrl, masked_store_url
 from tests.config.conftest import LoadSettings, Problems
 from tests.each_case import each_case
 

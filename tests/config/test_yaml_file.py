@@ -99,15 +99,6 @@ def test_a_whole_reference_is_typed_and_a_part_is_text(file: Path) -> None:
     assert value(file, "a: !!str ${N}", N="42") == {"a": "42"}
 
 
-def test_every_missing_variable_is_reported(file: Path) -> None:
-    problems = read(file, "a: ${ONE}\nb:\n  - ${TWO}\n").problems
-    assert [(p.line, p.key, p.message) for p in problems] == [
-        (1, "a", "the variable ONE is not set"),
-        (2 + 1, "b[0]", "the variable TWO is not set"),
-    ]
-    assert "${ONE:-default}" in str(problems[0])
-
-
 def test_anchors_aliases_and_merge_keys_work(file: Path) -> None:
     text = """
 base: &base {a: 1, b: 2}

@@ -65,8 +65,7 @@ def code(found: GatewayError | None) -> str | None:
 
 
 @each_case(
-    ("most", "counts"),
-    [(100, [100, 100, 90, 50]), (0, [0] * 4), (1, [1] * 4), (3, [3, 3, 3, 2])],
+    ("most", "counts"), [(100, [100, 100, 90, 50]), (0, [0] * 4), (1, [1] * 4), (3, [3, 3, 3, 2])]
 )
 def test_lower_classes_are_refused_first_but_a_short_queue_has_room_for_all(
     most: int, counts: list[int]

@@ -29,16 +29,7 @@ from gateway.schedule.core.autoscaling_policy import (
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
-from tests.schedule.cloud import (
-    MODEL,
-    Cloud,
-    a_cloud,
-    ask,
-    order,
-    settings,
-    shown,
-    until_state,
-)
+from tests.schedule.cloud import MODEL, Cloud, a_cloud, ask, order, settings, shown, until_state
 from tests.transport.raw import Peer, raw_server
 from tests.virtual import in_virtual_time
 

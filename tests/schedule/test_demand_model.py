@@ -12,11 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.lease import LeaseRequest, PromptKey, Usage, UsageReport
-from gateway.schedule.core.demand_model import (
-    DEFAULT_ANSWER_TOKENS,
-    MOST_TOKENS,
-    TokenEstimates,
-)
+from gateway.schedule.core.demand_model import DEFAULT_ANSWER_TOKENS, MOST_TOKENS, TokenEstimates
 from tests.each_case import each_case
 from tests.lease_requests import expected, learn
 from tests.schedule.build import a_request, a_scheduler, lease_at_once, node
@@ -184,10 +180,7 @@ def test_estimates_are_sane_whatever_is_reported(told: list[tuple[Any, ...]]) ->
     estimates = TokenEstimates()
     for text, prompt, completion, limit, ids, media in told:
         learn(estimates, "m", "a", text, prompt, completion, limit, ids, media)
-        for size in (
-            *expected(estimates, "m", "a", text, limit, ids, media),
-            answer_of(estimates),
-        ):
+        for size in (*expected(estimates, "m", "a", text, limit, ids, media), answer_of(estimates)):
             assert 0 <= size <= MOST_TOKENS
         assert 0 < prompt_of(estimates, 1000) < 10_000
         assert 0 <= answer_of(estimates, 100) <= 100

@@ -11,19 +11,9 @@ import pytest
 
 from gateway.schedule.candidates import HOPE_AWAITED, HOPE_UNKNOWN
 from gateway.schedule.core.dispatcher import MOST_DECLINES, DispatchRules
-from gateway.schedule.core.requests import (
-    EXPLORING_REQUESTS,
-    spread_reserve,
-)
-from gateway.schedule.core.selection import (
-    CostColumns,
-    row_cost,
-    row_costs,
-)
-from gateway.schedule.core.wait_queue import (
-    MOST_ACCOUNTS,
-    VirtualTokenCounters,
-)
+from gateway.schedule.core.requests import EXPLORING_REQUESTS, spread_reserve
+from gateway.schedule.core.selection import CostColumns, row_cost, row_costs
+from gateway.schedule.core.wait_queue import MOST_ACCOUNTS, VirtualTokenCounters
 from gateway.terms import Priority
 from tests.each_case import each_case
 from tests.schedule.build import a_request, a_scheduler, lease_at_once, node

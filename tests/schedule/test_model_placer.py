@@ -35,10 +35,7 @@ QUICK: dict[str, Any] = {"model_placement": {"hysteresis": 1}}
 
 @asynccontextmanager
 async def placed(
-    folder: Path,
-    *routers: RecordedRouter,
-    settings: Mapping[str, Any] = QUICK,
-    **node: Any,
+    folder: Path, *routers: RecordedRouter, settings: Mapping[str, Any] = QUICK, **node: Any
 ) -> AsyncIterator[Running]:
     """A gateway over these routers, `r1` and so on."""
     async with AsyncExitStack() as stack:

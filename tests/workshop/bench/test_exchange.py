@@ -21,13 +21,7 @@ from gateway.workshop.bench.exchange import (
     StreamReader,
     is_finished,
 )
-from gateway.workshop.bench.load import (
-    TICK_SECONDS,
-    LagMonitor,
-    LoadError,
-    Loop,
-    parse_loads,
-)
+from gateway.workshop.bench.load import TICK_SECONDS, LagMonitor, LoadError, Loop, parse_loads
 from gateway.workshop.simulate.simulation import TracePrompt
 from tests.each_case import each_case
 from tests.transport.raw import Peer, raw_server

@@ -8,13 +8,7 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from gateway.local.gguf import ModelFile, ModelShape, read_model
-from gateway.local.memory import (
-    GIB,
-    MEMORY_RESERVE,
-    Place,
-    ServerSettings,
-    server_memory,
-)
+from gateway.local.memory import GIB, MEMORY_RESERVE, Place, ServerSettings, server_memory
 from gateway.local.topology import read_topology
 from gateway.workshop.fit import (
     INSTRUCTION_SETS,

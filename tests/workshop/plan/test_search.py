@@ -8,18 +8,8 @@ from typing import Any
 import pytest
 
 from gateway.config.errors import ConfigError
-from gateway.workshop.plan.answer import (
-    Deployment,
-    PlanAnswer,
-    break_even,
-    compare_deployments,
-)
-from gateway.workshop.plan.catalogue import (
-    FleetPrice,
-    NodeType,
-    packaged_catalogue,
-    read_catalogue,
-)
+from gateway.workshop.plan.answer import Deployment, PlanAnswer, break_even, compare_deployments
+from gateway.workshop.plan.catalogue import FleetPrice, NodeType, packaged_catalogue, read_catalogue
 from gateway.workshop.plan.search import (
     DIRECT,
     FleetOption,

@@ -18,11 +18,7 @@ from gateway.workshop.simulate.fleets import (
     random_placements,
     read_speeds,
 )
-from gateway.workshop.simulate.simulation import (
-    Front,
-    Job,
-    simulate,
-)
+from gateway.workshop.simulate.simulation import Front, Job, simulate
 from tests.each_case import each_case
 from tests.workshop.simulate.build import job, trace
 

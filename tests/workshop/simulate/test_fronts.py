@@ -10,12 +10,7 @@ from gateway.config.scheduling import ModelPlacementSettings, ModelRule
 from gateway.nodes.prompt_cache import CacheLookup
 from gateway.schedule.core.model_placement import ModelPlacementPolicy
 from gateway.schedule.core.requests import PlacementState
-from gateway.workshop.simulate.fleets import (
-    GIB,
-    RouterFleet,
-    SimulatedModel,
-    from_text,
-)
+from gateway.workshop.simulate.fleets import GIB, RouterFleet, SimulatedModel, from_text
 from gateway.workshop.simulate.fronts import (
     ExactKnowledge,
     GatewayFront,
