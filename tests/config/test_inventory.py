@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from gateway.config.inventory import Endpoint, NodeTimeouts, TokenCost, host_memory
+from gateway.config.inventory import Endpoint, NodeTimeouts, TokenCost
 from tests.config.conftest import LoadNodes, Problems
 from tests.each_case import each_case
 from tests.known import known
@@ -66,19 +66,6 @@ def test_models_are_a_name_a_list_or_a_mapping(
     load_nodes: LoadNodes, written: str, models: dict[str, str]
 ) -> None:
     assert load_nodes(ONE.format(f"model: {written}")).nodes[0].models == models
-
-
-def test_a_host_has_the_memory_that_one_of_its_nodes_says(load_nodes: LoadNodes) -> None:
-    nodes = load_nodes(
-        """
-        nodes:
-          - {name: a0, url: http://a:1, memory: 64GiB}
-          - {name: a1, url: http://a:2}
-          - {name: a2, url: http://a:3, memory: 65536MiB}
-          - {name: b, url: http://b}
-        """
-    ).nodes
-    assert host_memory(nodes) == {"a": 64 << 30}
 
 
 # Defaults.

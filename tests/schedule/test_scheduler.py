@@ -357,7 +357,7 @@ async def test_a_request_that_has_come_to_need_most_of_a_pool_is_not_passed_over
 
 async def test_one_turn_of_the_loop_matches_a_few_requests_by_tokens_and_the_next_others() -> None:
     scheduler = a_scheduler(node(slots=32, kv="shared", context=3200))
-    small = {"exact_tokens": 60, "max_tokens": 20}
+    small: dict[str, Any] = {"exact_tokens": 60, "max_tokens": 20}
     leases = [(await take_lease(scheduler, a_request(**small)))[0] for _ in range(32)]
     tasks = [await start_lease(scheduler, a_request(**small)) for _ in range(32)]
     for lease in leases:

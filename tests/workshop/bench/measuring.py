@@ -14,7 +14,7 @@ STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection
 
 def plan(url: str, loads: list[Load] | None = None, **options: Any) -> BenchPlan:
     """A plan of a few small requests."""
-    usual = {"pattern": RequestPattern(64, 8), "endpoint": CHAT, "warm_up": 1}
+    usual: dict[str, Any] = {"pattern": RequestPattern(64, 8), "endpoint": CHAT, "warm_up": 1}
     loads = loads or parse_loads(Loop.CLOSED, "2", 4, None)
     return BenchPlan(url=url, loads=loads, **usual | options)
 

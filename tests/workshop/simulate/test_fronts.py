@@ -1,15 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar, cast
+from typing import Any
 
 import pytest
 
-from gateway.config.scheduling import ModelPlacementSettings, ModelRule
-from gateway.nodes.prompt_cache import CacheLookup
+from gateway.config.scheduling import ModelPlacementSettings
 from gateway.schedule.core.model_placement import ModelPlacementPolicy
-from gateway.schedule.core.requests import PlacementState
 from gateway.workshop.simulate.fleets import GIB, RouterFleet, SimulatedModel, from_text
 from gateway.workshop.simulate.fronts import (
     ExactKnowledge,
@@ -19,56 +17,8 @@ from gateway.workshop.simulate.fronts import (
     LeastRecentlyUsed,
     ModelPlacingFront,
 )
-from gateway.workshop.simulate.simulation import (
-    Front,
-    Job,
-    SimulatedFleet,
-    SimulatedMachine,
-    simulate,
-)
+from gateway.workshop.simulate.simulation import Front, Job, SimulatedMachine, simulate
 from tests.workshop.simulate.build import job, machine, play, trace
-
-
-class Recording(ExactKnowledge):
-    """Exact knowledge that keeps what it predicted."""
-
-    def __init__(self, fleet: SimulatedFleet, state: PlacementState) -> None:
-        super().__init__(fleet, state)
-        self.found: dict[int, CacheLookup] = {}
-
-    def look_up(self, job: Job) -> CacheLookup:
-        self.found[job.id] = found = super().look_up(job)
-        return found
-
-
-Known = TypeVar("Known", bound=ExactKnowledge | LearntKnowledge)
-
-
-def known_after(
-    jobs: list[Job],
-    machines: list[SimulatedMachine],
-    knowledge: Callable[[SimulatedFleet, PlacementState], Known],
-) -> Known:
-    """What the gateway knows when it has served these."""
-    front = GatewayFront(SimulatedFleet(machines, trace(jobs)), knowledge=knowledge)
-    simulate(front)
-    return cast("Known", front.knowledge)
-
-
-def test_exact_knowledge_has_what_is_cached_and_what_will_be() -> None:
-    first = job(prompt=1000, output=100, stream=1, head=5, shared=400)
-    then = job(time=2.0, prompt=600, output=5, stream=2, head=5, shared=400)
-    later = job(time=60.0, prompt=1200, output=5, stream=1, head=5, shared=400)
-    recording = known_after([first, then, later], [machine(2)], Recording)
-    assert recording.found == {0: (1000, {}, {}), 1: (600, {}, {0: 400}), 2: (1200, {0: 1099}, {})}
-    assert recording.expect(first) == (100, 5)
-    assert recording.expect(then) == (5, 5)
-    # The old prompt of a busy slot is not cached.
-    busy = job(time=60.0, prompt=1200, output=500, stream=1, head=5, shared=400)
-    after = job(time=61.0, prompt=600, output=5, stream=2, head=5, shared=400)
-    recording = known_after([first, busy, after], [machine(2)], Recording)
-    assert recording.found[2] == CacheLookup(600, {}, {0: 400})
-    assert (busy.cached, after.cached) == (1099, 0)
 
 
 @pytest.mark.parametrize("knowledge", [ExactKnowledge, LearntKnowledge])
@@ -88,11 +38,11 @@ TWO = from_text("2x2@10:1000/10GiB")
 MODELS = [SimulatedModel(name, 8 * GIB, 5.0) for name in ("a", "b", "c")]
 
 
-def asking(*requests: tuple[float, str], **more: str) -> list[Job]:
+def asking(*requests: tuple[float, str]) -> list[Job]:
     """Requests of a second each: when, and for which model."""
     made = []
     for time, model in requests:
-        made.append(job(time, prompt=100, output=10, **more))  # type: ignore[arg-type]
+        made.append(job(time, prompt=100, output=10))
         made[-1].model = model
     return made
 
@@ -100,18 +50,15 @@ def asking(*requests: tuple[float, str], **more: str) -> list[Job]:
 def played(
     jobs: Sequence[Job],
     build: Callable[[RouterFleet], Front],
-    routers: object = ONE,
-    loaded: Sequence[int] = (),
+    routers: Sequence[SimulatedMachine] = ONE,
 ) -> RouterFleet:
-    fleet = RouterFleet(routers, MODELS, trace(jobs), loaded)  # type: ignore[arg-type]
+    fleet = RouterFleet(routers, MODELS, trace(jobs))
     simulate(build(fleet))
     return fleet
 
 
-def placing(
-    models: Mapping[str, ModelRule] | None = None, **settings: float
-) -> Callable[[RouterFleet], Front]:
-    policy = ModelPlacementPolicy(ModelPlacementSettings(**settings), models)  # type: ignore[arg-type]
+def placing(**settings: Any) -> Callable[[RouterFleet], Front]:
+    policy = ModelPlacementPolicy(ModelPlacementSettings(**settings))
     return partial(ModelPlacingFront, placement=policy)
 
 
