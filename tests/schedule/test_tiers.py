@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from gateway.config.inventory import TokenCost
 from gateway.config.scheduling import HybridSettings, SpillSettings
-from gateway.nodes.prices import cost_of, most_cost
+from gateway.nodes.prices import TEMPLATE_TOKENS, cost_of, most_cost
 from gateway.schedule.core.tiers import (
     SpillBudget,
     SpillReservation,
@@ -192,7 +192,15 @@ def reserved(budget: SpillBudget, now: float, most: float = 1.0) -> SpillReserva
     return reservation
 
 
-# Admission.
+@each_case(("share", "spilled"), [(0.1, 10), (1.0, 100)])
+def test_the_share_of_the_requests_that_may_spill(share: float, spilled: int) -> None:
+    budget, let_in = a_budget(share=share), 0
+    for number in range(100):
+        budget.arrived(number * 0.1)
+        if (reservation := budget.reserve(number * 0.1, math.inf)) is not None:
+            reservation.settle(0.0, happened=True, now=number * 0.1)
+            let_in += 1
+    assert let_in == spilled
 
 
 def test_money_is_reserved_before_and_settled_after_the_request() -> None:
@@ -232,15 +240,6 @@ def test_nothing_is_admitted_beside_an_unbounded_reservation(boundless: float) -
     reserved(budget, 1.0, 0.0)
 
 
-@dataclass
-class Spent:
-    """One request that was admitted."""
-
-    let_in: float
-    over: float
-    cost: float
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     seed=st.integers(0, 1 << 32),
@@ -255,7 +254,7 @@ def test_no_window_ever_costs_more_than_the_budget_and_one_request(
 ) -> None:
     rng = random.Random(seed)
     budget = money(amount)
-    spent: list[Spent] = []
+    spent: list[tuple[float, float, float]] = []
     running: list[tuple[float, float, SpillReservation, float]] = []
     now = 0.0
     for number in range(300):
@@ -266,7 +265,7 @@ def test_no_window_ever_costs_more_than_the_budget_and_one_request(
             running.remove(one)
             over, let_in, held, cost = one
             held.settle(cost, happened=rng.random() < 0.8, now=over)
-            spent.append(Spent(let_in, over, cost))
+            spent.append((let_in, over, cost))
         bound = rng.choice([0.1, 1.0, 5.0])
         cost = bound * rng.random()
         known = math.inf if rng.random() < boundless else bound
@@ -277,16 +276,29 @@ def test_no_window_ever_costs_more_than_the_budget_and_one_request(
             reservation.cancel()
             continue
         running.append((now + rng.expovariate(1 / length), now, reservation, cost))
-    spent += [Spent(let_in, over, cost) for over, let_in, _, cost in running]
+    spent += [(let_in, over, cost) for over, let_in, _, cost in running]
     # Whether it counts as paid at its start, at its end, or in between.
     for share in (0.0, 0.5, 1.0):
-        paid = sorted((one.let_in + share * (one.over - one.let_in), one.cost) for one in spent)
+        paid = sorted((let_in + share * (over - let_in), cost) for let_in, over, cost in spent)
         for first, (begin, _) in enumerate(paid):
             window = [cost for moment, cost in paid[first:] if moment < begin + WINDOW]
             assert math.fsum(window) <= amount + max(window) + 1e-6
 
 
 # Costs.
+
+
+def test_the_most_cost_is_that_of_the_longest_answer_to_the_longest_prompt() -> None:
+    spec = a_spec(cost_per_million_tokens=TokenCost(prompt=1.0, completion=4.0))
+
+    def most(max_tokens: int | None, context: int | None, slots: int = 1) -> float:
+        given: dict[str, Any] = {"max_tokens": max_tokens, "context": context, "slots": slots}
+        return 1e6 * most_cost(spec, 8, prompt_bytes=1000, seconds=60.0, **given)
+
+    assert most(100, None) == pytest.approx(1000 + TEMPLATE_TOKENS + 400)
+    assert most(100, None, slots=2) == pytest.approx(1000 + TEMPLATE_TOKENS + 800)
+    assert most(None, 500) == most(10**18, 500) == pytest.approx(2500)
+    assert most(None, None) == math.inf
 
 
 @given(
