@@ -286,6 +286,12 @@ def test_what_is_not_said_of_a_member_comes_from_its_host(load_gateway: LoadSett
 # Keys and headers.
 
 
+def test_two_keys_of_one_name_are_refused(gateway_problems: Problems) -> None:
+    one, other = (f"{{id: {name}, name: alice, sha256: {HASH}}}" for name in "ab")
+    problems = gateway_problems(f"keys: [{one}, {other}]")
+    assert any("alice" in problem.message for problem in problems)
+
+
 def test_a_duplicate_id_is_reported_with_both_lines(gateway_problems: Problems) -> None:
     for above, place in (("", "keys"), ("admin:\n  ", "admin.keys")):
         entry = f"{{id: a, sha256: {HASH}{', role: viewer' if above else ''}}}"
@@ -437,6 +443,12 @@ def test_each_field_is_the_most_specific_ones() -> None:
 def test_the_scope_is_a_group_or_a_caller(isolate: str, group: str | None, scope: str) -> None:
     spec = CacheSpec.model_validate({"isolate": isolate})
     assert cache_policy((spec,), "alice", group).scope == scope
+
+
+def test_what_no_node_may_have_cached_has_a_scope_of_its_own() -> None:
+    policy = cache_policy((CacheSpec(isolate="group", prompt_cache=False),), "alice", "team")
+    assert policy.scope_of("req_1") != policy.scope_of("req_2")
+    assert CachePolicy(scope="group team").scope_of("req_1") == "group team"
 
 
 def test_a_node_needs_all_labels() -> None:

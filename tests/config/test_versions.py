@@ -124,6 +124,15 @@ def test_a_text_comes_back_with_owner_and_mode_and_what_was_there_is_kept(
     assert {one.name for one in file.parent.iterdir()} == {file.name, ".gateway.yaml.history"}
 
 
+def test_a_file_that_is_gone_comes_back_for_its_owner_alone(
+    history: FileHistory, file: Path
+) -> None:
+    file.unlink()
+    assert history.put_back("a: 1\n", MORNING) is None
+    assert file.read_text() == "a: 1\n"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
 def test_a_link_stays_one_and_its_target_is_replaced(tmp_path: Path) -> None:
     target = tmp_path / "real" / "settings.yaml"
     target.parent.mkdir()

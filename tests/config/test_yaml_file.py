@@ -205,14 +205,14 @@ def test_any_text_is_a_tree_or_a_config_error(
 @each_case(
     ("text", "result"),
     [
-        ("plain", "plain"), ("${A}", "one"), ("<${A}-${B}>", "<one-two>"),
+        ("plain", "plain"), ("${A}", "one"), ("${NESTED}", "${A}"), ("<${A}-${B}>", "<one-two>"),
         ("${MISSING:-other}", "other"), ("${EMPTY:-other}", "other"), ("${EMPTY}", ""),
         ("${MISSING:-}", ""), ("${A:-other}", "one"), ("${MISSING:-a:-b $ c}", "a:-b $ c"),
         ("$$", "$"), ("$${A}", "${A}"), ("$$${A}", "$one"), ("$A costs 5$", "$A costs 5$"),
     ],
 )  # fmt: skip
 def test_references_are_replaced(text: str, result: str) -> None:
-    assert interpolate(text, {"A": "one", "B": "two", "EMPTY": ""}) == result
+    assert interpolate(text, {"A": "one", "B": "two", "EMPTY": "", "NESTED": "${A}"}) == result
 
 
 @each_case("text", ["${", "${A", "${}", "${1A}", "${A B}", "${A:-${B}}", "${A-x}"])

@@ -114,6 +114,13 @@ def test_a_deadline_bounds_the_wait_and_is_refused_at_once_if_it_cannot_be_met()
         admission.admit(asker(999.0), 1, 0.0, 5.0, 1000.0)
 
 
+def test_an_admitted_request_is_refused_only_for_its_deadline() -> None:
+    admission, tried = an_admission(queue={"max": 1}), failed_on("a")
+    assert admission.admit(asker(None, tried), 9, None, 5.0, 0.0) > 0
+    with pytest.raises(GatewayError):
+        admission.admit(asker(5.0, tried), 9, 6.0, 5.0, 0.0)
+
+
 def test_the_lower_of_two_predictions_counts() -> None:
     rate = CompletionRate()
     for moment in range(11):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -265,6 +266,16 @@ async def test_a_cancelled_command_leaves_no_process_behind(tmp_path: Path) -> N
     with pytest.raises(asyncio.CancelledError):
         await task
     assert not alive(pid_in(pid_file))
+
+
+async def test_a_server_that_a_command_leaves_behind_is_not_waited_for(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    # It has the command's output, too.
+    hook = Hook(command=("sh", "-c", f"setsid sleep 600 & echo $! >{pid_file}"))
+    assert (await ran(hook)).outcome == "ok"
+    pid = pid_in(pid_file)
+    assert alive(pid)
+    os.kill(pid, 9)
 
 
 def secret_hook(url: str, **keys: Any) -> Hook:

@@ -21,6 +21,7 @@ from gateway.schedule.core.batch_slots import (
 from gateway.schedule.scheduler import LeaseRecord, Scheduler
 from gateway.terms import Priority
 from tests.each_case import each_case
+from tests.known import known
 from tests.nodes.build import Clock
 from tests.schedule.build import a_request, a_scheduler, lease_at_once, node, settle, start_lease
 
@@ -191,6 +192,19 @@ async def test_a_request_that_would_wait_gets_the_slot_of_the_row_that_is_cheape
     assert world.asked == [short.id, other.id, long.id]
     await start_lease(world.scheduler, a_request())
     assert len(world.asked) == 3, "nobody is left"
+
+
+async def test_neither_clients_nor_leases_that_have_ended_are_asked() -> None:
+    world = World((node("a", slots=1),))
+    ended = known(world.scheduler.lease_now(a_request(priority=BATCH, yields=True, stream=True)))
+    assert set(world.scheduler.yielding) == {ended.id}
+    world.scheduler.release_unused(ended.id)
+    assert world.scheduler.yielding == {}
+    record = lease_at_once(world.scheduler, a_request(priority=BATCH, stream=True))
+    record.head_received(world.clock())
+    record.content_received(world.clock())
+    await start_lease(world.scheduler, a_request())
+    assert world.asked == []
 
 
 async def test_a_row_that_refuses_is_not_asked_again_and_the_next_one_is() -> None:

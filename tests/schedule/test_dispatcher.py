@@ -75,6 +75,15 @@ def test_a_node_that_failed_it_is_avoided_while_another_is_alive() -> None:
     assert sim.match(1.0) == [waits]
 
 
+def test_requests_without_a_node_hold_up_no_other() -> None:
+    sim = QueueSimulation((1, 1))
+    running = sim.fill()
+    for _ in range(50):
+        sim.arrive(excluded={0, 1})
+    able, _ = sim.arrive()
+    assert sim.finish(running[0], 1.0)[0] is able
+
+
 def test_slotless_requests_are_limited_for_each_node_and_caller() -> None:
     sim = QueueSimulation((1, 1), DispatchRules(slotless_limit=3))
     owners = ["a"] * 9 + ["b"] * 9

@@ -381,6 +381,20 @@ def test_a_request_on_a_node_that_has_left_is_settled_with_its_caller() -> None:
     assert (payer.running, payer.counter) == (0, 0.0)
 
 
+def test_the_expected_prefill_is_that_of_a_node_whose_speed_is_known() -> None:
+    only = node()
+    scheduler = a_scheduler(only)
+    request = a_request(exact_tokens=500, prompt_tokens=500)
+    first = known(scheduler.lease_now(request))
+    assert (first.reading.seconds, first.reading.grace) == (None, 4 * 500 / 25.0)
+    learn_timings(only.speed, READ | WROTE)
+    scheduler.release_unused(first.id)
+    scheduler.fleet.refresh_state(only)
+    second = known(scheduler.lease_now(request))
+    assert 4.0 < known(second.reading.seconds) < 6.0
+    assert 16.0 < second.reading.grace < 24.0
+
+
 def test_only_a_llama_cpp_server_is_asked_for_a_stream_to_assemble() -> None:
     for kind, streams in (("llama.cpp", True), ("openai", False)):
         one = node(kind=kind)
