@@ -285,6 +285,29 @@ def test_no_window_ever_costs_more_than_the_budget_and_one_request(
             assert math.fsum(window) <= amount + max(window) + 1e-6
 
 
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 1 << 32), st.floats(0.0, 1.0), st.floats(0.01, 5.0), st.floats(0.1, 60.0))
+def test_whenever_one_is_admitted_the_share_holds(
+    seed: int, share: float, gap: float, length: float
+) -> None:
+    rng, budget, now = random.Random(seed), a_budget(share=share), 0.0
+    arrived: list[float] = []
+    let_in: list[float] = []
+    running: list[tuple[float, SpillReservation]] = []
+    for _ in range(300):
+        now += rng.expovariate(1 / gap)
+        for over, reservation in [one for one in running if one[0] <= now]:
+            running.remove((over, reservation))
+            reservation.settle(0.0, happened=True, now=over)
+        budget.arrived(now)
+        arrived.append(now)
+        if rng.random() < 0.5 and (granted := budget.reserve(now, math.inf)) is not None:
+            let_in.append(now)
+            running.append((now + rng.expovariate(1 / length), granted))
+            some, of_all = (sum(at > now - WINDOW for at in times) for times in (let_in, arrived))
+            assert some <= share * of_all + 1e-6
+
+
 # Costs.
 
 
@@ -583,3 +606,25 @@ async def test_a_clients_own_organization_does_not_lock_out_others(tmp_path: Pat
         assert (await site.shown())["state"] == "ready"
         answer = await site.ask("premium")
         assert (answer.status, answer.tier) == (200, "gpu")
+
+
+@pytest.mark.slow
+@in_virtual_time
+async def test_the_limit_of_an_endpoint_is_learnt_and_no_premium_request_fails(
+    tmp_path: Path,
+) -> None:
+    gpu = Endpoint(places=3, refuse=True, first=0.02, token=0.005)
+    async with a_site(tmp_path, gpu, a_cpu(slots=4, decode_tps=80.0)) as site:
+        answers: list[Answer] = []
+        stop = now() + 4.0
+
+        async def client() -> None:
+            while now() < stop:
+                answers.append(await site.ask("premium"))
+
+        await asyncio.gather(*(client() for _ in range(8)))
+        assert [answer for answer in answers if not answer.whole] == []
+        assert (await site.shown())["slots_total"] <= 4
+        assert tiers(answers)["gpu"] > 20
+        late = [when for when in gpu.refused_at if when > stop - 2.0]
+        assert len(late) <= 4
