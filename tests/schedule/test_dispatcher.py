@@ -1,4 +1,4 @@
-"""Where requests are placed, which wait, and the counts of both under any order of events."""
+"""Where requests are placed, which wait, in which order and for how long."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from msgspec.structs import astuple
 
 from gateway.schedule.candidates import HOPE_AWAITED, HOPE_UNKNOWN
 from gateway.schedule.core.dispatcher import MOST_DECLINES, DispatchRules
@@ -527,6 +528,34 @@ def test_the_figures_of_an_exploring_request_say_why_it_went_there() -> None:
         cost_of_figures(found, one, 1600.0, 40.0) for one in (found.others[0], found.chosen)
     )
     assert chosen == pytest.approx(least)
+
+
+def test_the_figures_of_a_row_are_made_anew_after_each_change() -> None:
+    sim = QueueSimulation((4,))
+    [row] = sim.rows
+    row.set_pool(8000, 0)
+    placement = sim.placed()
+
+    def figures() -> tuple[object, ...]:
+        found = row.figures or row.take_figures()
+        return found.total, found.pool, *astuple(found.speed), *astuple(found.work)
+
+    for change in (
+        lambda: row.set_slots(5, 5, 0),
+        lambda: row.set_slots(4, 4, 1),
+        lambda: row.set_speed(200.0, 0.2, 0.02),
+        lambda: row.set_learnt(1, 1.0, measured=not row.measured),
+        lambda: row.set_penalty(5.0),
+        lambda: row.set_penalty(0.0, wake=5.0),
+        lambda: row.set_pool(9000, 0),
+        lambda: row.set_pool(8000, 70),
+        sim.placed,
+        lambda: row.prefill_done(placement, 0.5),
+        lambda: sim.finish(placement, 0.5),
+    ):
+        before = figures()
+        change()
+        assert figures() != before
 
 
 @each_case(
