@@ -7,7 +7,6 @@ import json
 import random
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,6 @@ from gateway.workshop.bench.report import (
     compare,
     figures_of,
     judge,
-    read_report,
     render_page,
 )
 from gateway.workshop.simulate.report import Percentiles
@@ -231,20 +229,3 @@ def test_broken_reports_are_refused(samples: object) -> None:
     broken["loads"][0]["samples"] = samples
     with pytest.raises(ComparisonError, match="a report is broken"):
         compare(broken, report())
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("no JSON", "no JSON"),
-        ("[" * 100_000, "no JSON"),
-        ("[]", "no report"),
-        ('{"loads": 1}', "no report"),
-        ('{"loads": [], "format": 99}', "has format 99"),
-    ],
-)
-def test_files_that_are_no_reports_are_refused(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "a.json"
-    path.write_text(text)
-    with pytest.raises(ComparisonError, match=message):
-        read_report(path)

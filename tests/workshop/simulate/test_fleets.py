@@ -39,22 +39,6 @@ def test_a_fleet_is_read_from_text() -> None:
 @each_case(
     ("text", "message"),
     [
-        ("", "write COUNTxSLOTS@DECODE:PREFILL, such as 4x2@40:600"),
-        ("4x2", "write COUNTxSLOTS"),
-        ("4x2@4.0.0:600", "write COUNTxSLOTS"),
-        ("0x2@40:600", "1 to 100000 nodes"),
-        ("1x0@40:600", "needs a slot"),
-        ("1x2@0:600", "speeds must be positive"),
-    ],
-)
-def test_an_impossible_fleet_is_an_error(text: str, message: str) -> None:
-    with pytest.raises(FleetError, match=message):
-        from_text(text)
-
-
-@each_case(
-    ("text", "message"),
-    [
         ("{,", "s.yaml: can't be read: .*line 1"),
         ("3", "Expected `array`, got `int`"),
         ('[{"name": "a", "decode_tps": 0}]', r"> 0.0 - at `\$\[0\]\.decode_tps`"),
