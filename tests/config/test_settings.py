@@ -422,6 +422,12 @@ def test_a_budget_is_what_was_written(
     assert LimitSpec.model_validate({"budget": text}).budget == text
 
 
+@each_case("written", ["0/day", "0.0000000001/day", "1000000001/day", "1e3/day", "5/ year"])
+def test_another_budget_is_refused(written: str) -> None:
+    with pytest.raises(ValueError, match="amount"):
+        parse_budget(written)
+
+
 def test_each_field_is_the_most_specific_ones() -> None:
     key = CacheSpec(hide=False, prompt_cache=False)
     group = CacheSpec(hide=True, isolate="group", nodes={"b": "2", "a": "1"})
