@@ -13,10 +13,13 @@ from gateway.local.plan import LocalFleetPlan, plan_local_fleet
 from gateway.local.topology import read_topology
 from gateway.workshop.tune.benchmark import (
     BenchmarkError,
+    CpuTimes,
     MachineBenchmark,
     ServerBenchmark,
     StreamSample,
     combined_throughput,
+    other_work_between,
+    read_cpu_times,
 )
 from gateway.workshop.tune.search import (
     BenchmarkRequest,
@@ -26,7 +29,7 @@ from gateway.workshop.tune.search import (
     rule_of_thumb,
 )
 from tests.known import known
-from tests.local.machine import make_machine
+from tests.local.machine import make_machine, write
 from tests.local.powercap import PowercapTree
 from tests.servers import demo_servers, server_path
 
@@ -104,6 +107,26 @@ async def test_a_setting_with_too_much_memory_is_not_started(
     ):
         await measured.measure(start.with_knob("slots", 8), 60)
     assert not plan.log_folder.exists()
+
+
+def test_work_is_time_that_cpus_were_not_idle_but_for_our_own(tmp_path: Path) -> None:
+    other = "a) R (b"  # a name may hold brackets and blanks
+
+    def read(busy: tuple[int, int], idle: int, **processes: int) -> CpuTimes:
+        """`/proc` with the ticks of two usable CPUs, of a third, and of processes."""
+        cpus = [f"cpu{cpu} {ticks} 0 0 {idle} 0 0 0 0 0 0" for cpu, ticks in enumerate(busy)]
+        write(tmp_path, "proc/stat", "\n".join(["cpu 1 2 3 4", *cpus, "cpu2 99 0 0 1", "intr 5"]))
+        for pid, (name, ticks) in enumerate(processes.items(), start=100):
+            fields = ["S", *["0"] * 10, str(ticks), "0", *["0"] * 30]
+            write(tmp_path, f"proc/{pid}/stat", f"{pid} ({name}) {' '.join(fields)}")
+        return read_cpu_times({0, 1}, tmp_path)
+
+    before = read((100, 100), 1000, server=0, **{other: 50})
+    after = read((190, 110), 1005, server=90, **{other: 60})
+    busy, words = other_work_between(before, after, own={100})
+    assert busy == pytest.approx(10 / 55)
+    assert words.endswith(f"CPUs are busy: {other} (101) 18%")
+    assert other_work_between(before, after)[0] == pytest.approx(100 / 55)
 
 
 SMALL_REQUEST = BenchmarkRequest(prompt=400, answer=24)
