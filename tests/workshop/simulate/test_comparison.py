@@ -54,6 +54,14 @@ def test_least_finish_is_well_ahead_of_counting_connections(exact: bool) -> None
     assert ours.cached_share > nginx.cached_share
 
 
+def test_urgent_requests_go_before_batch() -> None:
+    jobs = [job(time=i * 0.01, label="batch", output=50) for i in range(40)]
+    jobs += [job(time=1.0 + i * 0.01, label="urgent", output=50) for i in range(5)]
+    play(jobs, [machine(2)], partial(build_front, "least_finish"))
+    last = max(one.began for one in jobs if one.priority_label == "urgent")
+    assert sum(one.began > last for one in jobs if one.priority_label == "batch") > 20
+
+
 RULES = ElasticFigures(start_above=2, start_after=1, stop_after=60, cooldown=10, startup=20)
 
 
