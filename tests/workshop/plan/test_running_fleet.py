@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -198,3 +199,55 @@ def test_one_more_and_one_less_and_the_goal_moved() -> None:
     assert rows["goal x 0.75"].missed != ()
     assert rows["goal x 1.5"].missed == ()
     assert answered.advice.verdict == "enough"
+
+
+GIB = 1 << 30
+PLACED = {
+    "hosts": {"epyc": {"memory": 16 * GIB}},
+    "placements": [
+        {"name": f"{node}/{name}.gguf", "model": name, "memory": size * GIB, **more}
+        for node in ("r1", "r2")
+        for name, size in (("a", 4), ("b", 8), ("c", 8))
+        for more in [{"expected_load_seconds": 5.0}]
+    ],
+}
+
+
+def routers(**measured: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Two routers of one host, and of each three models, of which few are loaded."""
+    rows = []
+    empty = {"prefill_tps": None, "decode_tps": None, "host": "epyc"}
+    for name in ("r1", "r2"):
+        rows.append(node(name, **empty, slots_total=0, models=[]))
+        for model in "abc":
+            own = measured.get(f"{name}_{model}", {"slots_total": 0})
+            fields = {**empty, "models": [model], "router": name, **own}
+            rows.append(node(f"{name}/{model}.gguf", **fields))
+    return rows
+
+
+SEEN: dict[str, dict[str, Any]] = {
+    "r1_a": {"decode_tps": 20.0, "prefill_tps": 200.0, "models": ["a", "alias"]}
+}
+
+
+def test_a_router_is_one_node_with_the_slots_and_speeds_of_its_models() -> None:
+    found = measured_fleet(routers(**SEEN), PLACED)
+    assert [(part.node_type.name, part.count) for part in found.parts] == [("r1", 1), ("r2", 1)]
+    first = found.parts[0].node_type
+    # As fast as with a model of 8 GiB: `a` has four.
+    assert (first.slots, first.decode_tps, first.memory_gib) == (2, 10.0, 16)
+    assert {one.name: one.memory >> 30 for one in found.models} == {"a": 4, "b": 8, "c": 8}
+    assert found.notes == ("r2 is not measured yet: taken to be like r1",)
+    assert found.known_models == {"a": "a", "alias": "a", "b": "b", "c": "c"}
+    seen = {**SEEN, "r2_b": {"decode_tps": 10.5, "prefill_tps": 100.0}}
+    (pair,) = measured_fleet(routers(**seen), PLACED).parts
+    assert pair.count == 2
+    assert {one.host for one in pair.node_type.machines(2)} == {"epyc"}
+    assert [one.host for one in pair.node_type.machines(3)][2] == ""
+    with pytest.raises(UnmeasuredFleetError, match="another version"):
+        measured_fleet(routers(**SEEN), {"placements": [{"name": "r1/a"}]})
+    # One whose memory is unknown is taken to hold one model.
+    blind = measured_fleet(routers(**SEEN), {**PLACED, "hosts": {"epyc": {"memory": None}}})
+    assert blind.parts[0].node_type.memory_gib == 8
+    assert "the memory of epyc is unknown: taken to hold one model at a time" in blind.notes
