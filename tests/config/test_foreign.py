@@ -89,42 +89,6 @@ def test_another_program_s_file_is_told_with_the_lines_that_would_stand_here(
     assert problem.lines == lines
 
 
-@each_case(
-    "text",
-    [
-        "model_list: [{litellm_params: {model: gpt-4o}}]",
-        "services: {a: {image: x, ports: [[1]]}, b: 3}",
-        "models: {a: {cmd: 7}, 3: {proxy: {}}}",
-        "model_list: [{model_name: [], litellm_params: [], a: b}, 3]",
-        "models: {a: {cmd: 'llama-server --port 99999999999'}}\nmacros: [1]\npeers: 3",
-    ],
-)
-def test_a_strange_one_is_no_trouble(gateway_problems: Problems, text: str) -> None:
-    (problem,) = gateway_problems(text)
-    assert "this is a configuration of" in problem.message
-
-
-def test_names_keys_and_addresses_of_all_kinds_make_an_inventory(
-    nodes_problems: Problems, load_nodes: LoadNodes
-) -> None:
-    (problem,) = nodes_problems(
-        "model_list:\n"
-        "- {model_name: 3b, litellm_params: {model: hosted_vllm/meta/llama-3b, "
-        "api_base: http://a:1, api_key: secret}}\n"
-        "- {model_name: ä, litellm_params: {model: llama, api_base: http://b:1, api_key: secret}}\n"
-        "- {model_name: '*', litellm_params: {model: openai/*, api_base: http://c:1}}\n"
-        "- {model_name: x, litellm_params: {model: openai/x, api_base: http://u:secret@d:1}}\n"
-    )
-    assert problem.lines == (
-        "nodes:",
-        '  - {name: "3b", url: http://a:1, kind: openai, model: {"3b": meta/llama-3b}}',
-        '  - {name: node, url: http://b:1, model: {"\\u00e4": llama}}',
-        "  - {name: node-3, url: http://c:1}",
-    )
-    text = "\n".join(problem.lines)
-    assert len(load_nodes(text).nodes) == 3
-
-
 MEGABYTE = "x" * 1_000_000
 
 
@@ -148,12 +112,6 @@ def test_a_huge_one_is_told_in_few_words(gateway_problems: Problems, text: str) 
     (problem,) = gateway_problems(text)
     assert time.process_time() - began < 1.0
     assert sum(map(len, problem.lines)) < 5000
-
-
-def test_macros_may_use_those_before_them(nodes_problems: Problems) -> None:
-    macros = "macros: {own: --port 9700, server: 'llama-server ${own}'}"
-    (problem,) = nodes_problems(f"{macros}\nmodels: {{a: {{cmd: '${{server}} -m a.gguf'}}}}")
-    assert problem.lines[1] == "  - {name: a, url: http://127.0.0.1:9700, model: {a: a}}"
 
 
 def test_our_own_keys_of_the_same_name_are_ours(

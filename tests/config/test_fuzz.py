@@ -104,10 +104,3 @@ def test_any_yaml_is_settings_or_a_config_error(file: Path, value: object) -> No
     if found is not None:
         assert isinstance(found, Settings)
         assert masked_settings(found)
-
-
-@fuzzed
-@given(st.text(alphabet="nodes:namurl- \n{}[],&*<'\"$!|>%#?~0", max_size=80))
-def test_any_text_is_a_config_error_or_works(file: Path, text: str) -> None:
-    loaded(load_inventory, file, text)
-    loaded(load_settings, file, text)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 import tracemalloc
 from collections.abc import Iterator
@@ -10,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.config.errors import ConfigError
+from gateway.config import fields
+from gateway.config.errors import ConfigError, Problem
+from gateway.config.listeners import ListenSettings
 from gateway.config.yaml_file import (
     MOST_FILE_BYTES,
     InterpolationError,
@@ -20,12 +23,11 @@ from gateway.config.yaml_file import (
     YamlMapping,
     YamlScalar,
     interpolate,
-    is_variable_reference,
-    mapping_of,
     parse_scalar,
     read_yaml,
     to_plain,
 )
+from tests.config.conftest import Problems
 from tests.each_case import each_case
 
 
@@ -74,12 +76,6 @@ def test_every_key_and_item_knows_its_line_and_path(file: Path) -> None:
     assert entry(source, "nodes", 1, "name") == YamlEntry(YamlScalar("b"), 7, "nodes[1].name")
 
 
-def test_keys_quotes_and_the_tag_of_texts_make_texts(file: Path) -> None:
-    expected = {"1": "a", "true": "b", "~": "c", "off": "d"}
-    assert value(file, "{1: a, true: b, ~: c, off: d}") == expected
-    assert value(file, "[\"1\", 'true', !!str 2]") == ["1", "true", "2"]
-
-
 @each_case("text", ["!!python/object:os.system x", "!mine 1", "!!int 1", "!!set {a: }"])
 def test_other_tags_are_refused(file: Path, text: str) -> None:
     (problem,) = read(file, f"a: {text}\n").problems
@@ -103,15 +99,6 @@ def test_a_whole_reference_is_typed_and_a_part_is_text(file: Path) -> None:
     assert value(file, "a: !!str ${N}", N="42") == {"a": "42"}
 
 
-def test_every_missing_variable_is_reported(file: Path) -> None:
-    problems = read(file, "a: ${ONE}\nb:\n  - ${TWO}\n").problems
-    assert [(p.line, p.key, p.message) for p in problems] == [
-        (1, "a", "the variable ONE is not set"),
-        (2 + 1, "b[0]", "the variable TWO is not set"),
-    ]
-    assert "${ONE:-default}" in str(problems[0])
-
-
 def test_anchors_aliases_and_merge_keys_work(file: Path) -> None:
     text = """
 base: &base {a: 1, b: 2}
@@ -127,36 +114,28 @@ three: *base
     assert found["three"] == {"a": 1, "b": 2}
 
 
-@each_case(
-    ("text", "remedy"),
-    [
-        ("d: &base {x: 1}\na: {<<: base}\n", "write *base"),
-        ("a: {<<: base}\n", "write *base, and &base after the key of the mapping it stands for"),
-        ("a: {<<: 3}\n", "write *NAME, and &NAME after the key of the mapping it stands for"),
-        ("d: &base {x: 1}\na: {<<: [base]}\n", "write *base"),
-    ],
-)
-def test_a_merge_key_must_name_mappings(file: Path, text: str, remedy: str) -> None:
+@each_case("text", ["d: &base {x: 1}\na: {<<: base}\n", "d: &base {x: 1}\na: {<<: [base]}\n"])
+def test_a_merge_key_must_name_mappings(file: Path, text: str) -> None:
     (problem,) = read(file, text).problems
-    assert (problem.message, problem.remedy) == ("must name mappings", remedy)
+    assert (problem.message, problem.remedy) == ("must name mappings", "write *base")
 
 
 @contextlib.contextmanager
-def memory_bounded(most: int) -> Iterator[None]:
-    """Fail if more than `most` bytes are allocated at a time."""
+def memory_bounded() -> Iterator[None]:
+    """Fail if much more than the largest file takes is allocated at a time."""
     tracemalloc.start()
     try:
         yield
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < most
+    assert peak < MOST_FILE_BYTES + (2 << 20)
 
 
 def test_a_billion_laughs_take_little_memory_and_depth_by_aliases_is_bounded(file: Path) -> None:
     lines = ["a0: &a0 [ha, ha, ha, ha, ha, ha, ha, ha, ha, ha]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
-    with memory_bounded(MOST_FILE_BYTES + (2 << 20)):
+    with memory_bounded():
         assert "more than 500000 values" in refusal(file, "\n".join(lines))
     lines = ["a0: &a0 [x]"] + [f"a{i}: &a{i} [*a{i - 1}]" for i in range(1, 100)]
     assert "nested deeper than 64 levels" in refusal(file, "\n".join(lines))
@@ -164,7 +143,7 @@ def test_a_billion_laughs_take_little_memory_and_depth_by_aliases_is_bounded(fil
 
 @each_case("text", ["[" * 100_000, "{a: " * 100_000, "- " * 100_000, "? " * 50_000])
 def test_deep_nesting_takes_little_memory(file: Path, text: str) -> None:
-    with memory_bounded(MOST_FILE_BYTES + (2 << 20)):
+    with memory_bounded():
         assert refusal(file, text).startswith("F:1:")
 
 
@@ -172,45 +151,31 @@ def test_deep_nesting_takes_little_memory(file: Path, text: str) -> None:
     ("text", "expected"),
     [
         ("a: [1, 2\nb: 3\n", "F:2:2: no valid YAML"),
-        ("a: 'x\n", "that began in line 1"),
+        ("a: 'x\n", ".* that began in line 1"),
         ("a: b: c\n", "F:1:5: no valid YAML: mapping values are not allowed"),
         ("a:\n\tb: 1\n", "F:2:1: no valid YAML"),
-        ("a: *b\n", "F:1:4: the alias *b has no anchor before it"),
-        ("a: &a [*a]\n", "F:1:8: the alias *a is inside of what it stands for"),
+        ("a: *b\n", r"F:1:4: the alias \*b has no anchor before it"),
+        ("a: &a [*a]\n", r"F:1:8: the alias \*a is inside of what it stands for"),
         ("a: 1\n---\nb: 2\n", "F:2:1: a second document"),
-        ("[a]: 1\n", "a key must be a text"),
-        ("? {a: 1}\n: 1\n", "a key must be a text"),
-        ("&k a: 1\n*k : 2\n", "a key must be a text, not an alias"),
+        ("? {a: 1}\n: 1\n", ".* a key must be a text"),
+        ("&k a: 1\n*k : 2\n", ".* a key must be a text, not an alias"),
         ("a: \x07\n", "F:1:4: a control character"),
         (b"a: 1\nb: \xff\n", "F:2: not UTF-8"),
-        (b"\xff\xfea\x00", "F:1: not UTF-8"),
         (b"#" * (MOST_FILE_BYTES + 1), "F: larger than 8 MiB"),
+        # With the remedy.
+        ("n:\n  - name: a\n  url: u\n", r"F:3:3: .* \(indent url by 4 spaces, as name above it"),
+        ("n:\n  - name: a\n      url: u\n", r"F:3:10: .* \(indent url by 4 spaces"),
+        ("n:\n  - name: a\n\n  # why\n  url: u\n", r"F:5:3: .* \(indent url by 4 spaces"),
+        ("n:\n  host: a\n port: 1\n", r"F:3:2: .* \(indent port by 2 spaces, as host above it"),
+        ("n:\n  - name: a\n    url:http://u\n", r"F:3: .* \(put a space after url:\)"),
+        ("a:\n  - b: c\n\td: e\n", r"F:3:1: .* \(indent with spaces, not with tabs\)"),
+        ("a: b\tc\nd: e: f", "F:2:5: (?!.*tab)"),
+        ("n:\n  - name: a: b\n", r"F:2:12: .* \(quote a value that holds ': '"),
     ],
 )
-def test_invalid_yaml_is_reported_with_its_place(
+def test_invalid_yaml_is_reported_with_its_place_and_the_remedy(
     file: Path, text: str | bytes, expected: str
 ) -> None:
-    assert expected in refusal(file, text)
-
-
-@each_case(
-    ("text", "expected"),
-    [
-        ("n:\n  - name: a\n  url: u\n", "F:3:3: .* \\(indent url by 4 spaces, as name above it"),
-        ("n:\n  - name: a\n   url: u\n", "F:3:4: .* \\(indent url by 4 spaces, as name above it"),
-        ("n:\n  - name: a\n      url: u\n", "F:3:10: .* \\(indent url by 4 spaces, as name above"),
-        ("n:\n  - name: a\n\n  # why\n  url: u\n", "F:5:3: .* \\(indent url by 4 spaces"),
-        ("n:\n  host: a\n port: 1\n", "F:3:2: .* \\(indent port by 2 spaces, as host above it"),
-        ("n:\n  - name: a\n    url:http://u\n", "F:3: .* \\(put a space after url:\\)"),
-        ("n:\n\t- a\n", "F:2:1: .* \\(indent with spaces, not with tabs\\)"),
-        ("a:\n  - b: c\n\td: e\n", "F:3:1: .* \\(indent with spaces, not with tabs\\)"),
-        ("a:\n  \tb: c\n \td", ".* \\(indent with spaces, not with tabs\\)"),
-        ("a: b\tc\nd: e: f", "F:2:5: (?!.*tab)"),
-        ("n:\n  - name: a: b\n", "F:2:12: .* \\(quote a value that holds ': '"),
-        ("a: 1\nb: c: d\n", "F:2:5: .* \\(quote a value that holds ': '"),
-    ],
-)
-def test_invalid_yaml_is_reported_with_the_remedy(file: Path, text: str, expected: str) -> None:
     assert re.match(expected, refusal(file, text))
 
 
@@ -237,50 +202,23 @@ def test_any_text_is_a_tree_or_a_config_error(
         to_plain(read_yaml(file, {}).root.tree)
 
 
-NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,10}", fullmatch=True)
-
-
 @each_case(
     ("text", "result"),
     [
-        ("plain", "plain"), ("${A}", "one"), ("<${A}-${B}>", "<one-two>"),
+        ("plain", "plain"), ("${A}", "one"), ("${NESTED}", "${A}"), ("<${A}-${B}>", "<one-two>"),
         ("${MISSING:-other}", "other"), ("${EMPTY:-other}", "other"), ("${EMPTY}", ""),
         ("${MISSING:-}", ""), ("${A:-other}", "one"), ("${MISSING:-a:-b $ c}", "a:-b $ c"),
         ("$$", "$"), ("$${A}", "${A}"), ("$$${A}", "$one"), ("$A costs 5$", "$A costs 5$"),
     ],
 )  # fmt: skip
 def test_references_are_replaced(text: str, result: str) -> None:
-    assert interpolate(text, {"A": "one", "B": "two", "EMPTY": ""}) == result
+    assert interpolate(text, {"A": "one", "B": "two", "EMPTY": "", "NESTED": "${A}"}) == result
 
 
 @each_case("text", ["${", "${A", "${}", "${1A}", "${A B}", "${A:-${B}}", "${A-x}"])
 def test_a_reference_must_be_well_formed(text: str) -> None:
     with pytest.raises(InterpolationError, match="well formed"):
         interpolate(text, {"A": "1", "B": "2"})
-
-
-@given(st.text())
-def test_references_in_a_variable_s_value_stay(value: str) -> None:
-    assert interpolate("${A}", {"A": value}) == value
-
-
-@given(st.text(), st.dictionaries(NAMES, st.text()))
-def test_an_escaped_text_is_restored(text: str, env: dict[str, str]) -> None:
-    assert interpolate(text.replace("$", "$$"), env) == text
-
-
-@given(st.text(alphabet="$${}:-A b"), st.dictionaries(st.sampled_from("AB"), st.text()))
-def test_any_text_is_replaced_or_refused(text: str, env: dict[str, str]) -> None:
-    with contextlib.suppress(InterpolationError):
-        assert isinstance(interpolate(text, env), str)
-
-
-@each_case(
-    ("text", "whole"),
-    [("${A}", True), ("${A:-1}", True), ("${A}${B}", False), (" ${A}", False), ("$$", False)],
-)
-def test_a_whole_reference_is_recognised(text: str, whole: bool) -> None:
-    assert is_variable_reference(text) is whole
 
 
 @each_case(
@@ -299,12 +237,69 @@ def test_plain_values_are_typed_as_yaml_1_2_does(text: str, result: object) -> N
     assert type(found) is type(result)
 
 
-def test_a_tree_becomes_plain_values_and_knows_its_size_and_depth() -> None:
-    def entry(tree: YamlScalar) -> YamlEntry:
-        return YamlEntry(tree, 1, "k")
+def test_a_value_from_a_variable_is_never_shown(nodes_problems: Problems) -> None:
+    problems = nodes_problems(
+        "nodes: [{name: '${S}', url: '${S}', tier: '${S}', slots: '${S}', host: '${S}'}]",
+        S="top/secret",
+    )
+    assert len(problems) == 5
+    assert "secret" not in "\n".join(map(str, problems))
 
-    items = YamlList((entry(YamlScalar(1)), entry(YamlScalar(None))), 3, 2)
-    tree = mapping_of({"a": YamlEntry(items, 1, "a")})
-    assert to_plain(tree) == {"a": [1, None]}
-    assert (tree.value_count, tree.depth) == (4, 3)
-    assert (mapping_of({}).value_count, mapping_of({}).depth) == (1, 1)
+
+def test_all_problems_come_at_once_in_the_order_of_the_file(nodes_problems: Problems) -> None:
+    problems = nodes_problems(
+        """\
+        nodes:
+          - name: a
+            url: ${URL}
+            slot: 3
+          - url: http://b
+            tier: cpuu
+          - name: a
+            name: c
+            url: nonsense
+        node: []
+        """
+    )
+    assert [(p.line, p.key) for p in problems] == [
+        (3, "nodes[0].url"), (4, "nodes[0].slot"), (5, "nodes[1].name"), (6, "nodes[1].tier"),
+        (7, "nodes[2].name"), (8, "nodes[2].name"), (9, "nodes[2].url"), (10, "node"),
+    ]  # fmt: skip
+
+
+FILE = Path("config/nodes.yaml")
+
+
+@given(st.text(max_size=1000))
+def test_nothing_in_a_file_can_break_the_line(text: str) -> None:
+    shown = str(Problem(FILE, 1, text, "m", text))
+    assert shown.isprintable()
+    assert len(shown.splitlines()) == 1
+    assert len(str(Problem(FILE, 1, "k" * 10_000, "m"))) < 500
+
+
+def test_an_error_lists_its_problems_and_counts_the_rest() -> None:
+    error = ConfigError(Problem(FILE, line, "k", "bad") for line in range(1, 61))
+    lines = str(error).splitlines()
+    assert len(error.problems) == 60
+    assert lines[0] == "config/nodes.yaml:1: k: bad"
+    assert lines[50:] == ["... and 10 more"]
+
+
+@pytest.mark.parametrize("source", [OSError, TypeError, SyntaxError, "class KeySpec(", "\0"])
+def test_a_key_has_no_description_where_the_source_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch, source: type[Exception] | str
+) -> None:
+    """An upgrade may be writing the files, and some installations have none."""
+
+    def getsource(_: object) -> str:
+        if isinstance(source, str):
+            return source
+        raise source
+
+    monkeypatch.setattr(inspect, "getsource", getsource)
+    fields._docstrings.cache_clear()
+    try:
+        assert fields.description_of(ListenSettings, "port") == ""
+    finally:
+        fields._docstrings.cache_clear()

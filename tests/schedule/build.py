@@ -73,6 +73,18 @@ def a_scheduler(
     return Scheduler(fleet, chosen_settings, chosen, random.Random(seed), yield_slot=yield_slot)
 
 
+def set_nodes(scheduler: Scheduler, *nodes: Node) -> None:
+    """Put these nodes, and no others, in the inventory."""
+    fleet = scheduler.fleet
+    for one in [*fleet.nodes.values(), *nodes]:
+        one.removed = one not in nodes
+        one.on_lease_released = fleet.lease_released
+    fleet.nodes.clear()
+    fleet.nodes.update({one.name: one for one in nodes})
+    fleet.model_index.set_nodes(nodes)
+    scheduler.capacity_changed()
+
+
 async def settle() -> None:
     """Let tasks go as far as they can without the clock."""
     for _ in range(8):

@@ -7,24 +7,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from socket import socket
-from typing import Any, Self
+from typing import Any
+
+import httpx
 
 from gateway.local.server import claim_port, claimed_port
+from gateway.nodes.node import NodeState
 from tests.emulator import EmulatedNode
-from tests.schedule.standby_site import MODEL
+from tests.gateways import Running, until
+from tests.transport.raw import Peer, raw_server
 
+MODEL = "demo"
 HOST = "127.0.0.1"
 BOOT = 0.7
 """Seconds from a call until the server listens."""
+ELASTIC = {
+    "start_above": 0.2, "start_after": 0.2, "stop_after": 1.0, "cooldown": 0.2, "backoff": 0.5
+}  # fmt: skip
 
 
 @dataclass(slots=True)
 class Machine:
     """A machine that is off until it is started. It records its calls in `orders`."""
 
-    name: str
     options: dict[str, Any]
     claim: socket
     """Reserves its port while it is off."""
@@ -33,10 +41,6 @@ class Machine:
     """For `start` or `stop`: an answer (seconds, status, body) that replaces the action."""
     _node: EmulatedNode | None = None
     _booting: asyncio.Task[None] | None = None
-
-    @property
-    def url(self) -> str:
-        return f"http://{HOST}:{claimed_port(self.claim)}"
 
     async def obey(self, order: str) -> tuple[int, str]:
         """Status and body of the answer."""
@@ -67,26 +71,24 @@ class Machine:
             self._node = None
 
 
+@dataclass(slots=True)
 class Cloud:
-    """An asynchronous context manager. Machines are added before or after entering it."""
+    """Its machines by name, to which a test adds."""
 
-    def __init__(self) -> None:
-        self.machines: dict[str, Machine] = {}
-        self._claim = claim_port(HOST)
-        self._server: asyncio.Server | None = None
-        self._calls: set[asyncio.Task[None]] = set()
+    port: int = 0
+    machines: dict[str, Machine] = field(default_factory=dict)
 
     def machine(self, name: str, **options: Any) -> Machine:
         """Add a machine; `options` are those of the emulated node."""
-        made = self.machines[name] = Machine(name, options, claim_port(HOST))
+        made = self.machines[name] = Machine(options, claim_port(HOST))
         return made
 
     def node(self, name: str, **keys: Any) -> dict[str, Any]:
         """A machine's entry in the inventory, with these further keys."""
-        hook = f"http://{HOST}:{claimed_port(self._claim)}"
+        hook = f"http://{HOST}:{self.port}"
         return {
             "name": name,
-            "url": self.machines[name].url,
+            "url": f"http://{HOST}:{claimed_port(self.machines[name].claim)}",
             "standby": True,
             "model": MODEL,
             "slots": 2,
@@ -95,38 +97,49 @@ class Cloud:
             **keys,
         }
 
-    async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(
-            self._called, HOST, claimed_port(self._claim), reuse_port=True
-        )
-        return self
+    async def called(self, peer: Peer) -> None:
+        _, order, name = (await peer.request()).split()[1].decode().split("/")
+        status, body = await self.machines[name].obey(order)
+        head = f"HTTP/1.1 {status} Whatever\r\nContent-Length: {len(body)}\r\n"
+        await peer.say(f"{head}Connection: close\r\n\r\n{body}".encode())
 
-    async def __aexit__(self, *exc: object) -> None:
-        assert self._server is not None
-        self._server.close()
-        for call in self._calls:
-            call.cancel()
-        await asyncio.gather(*self._calls, return_exceptions=True)
-        for machine in self.machines.values():
-            await machine.end()
-            machine.claim.close()
-        self._claim.close()
 
-    async def _called(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        call = asyncio.current_task()
-        assert call is not None
-        self._calls.add(call)
-        try:
-            # Python 3.11 prints an error for a task that is cancelled in here.
-            with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
-                head = await reader.readuntil(b"\r\n\r\n")
-                _, order, name = head.split()[1].decode().split("/")
-                status, body = await self.machines[name].obey(order)
-                writer.write(
-                    f"HTTP/1.1 {status} Whatever\r\nContent-Length: {len(body)}\r\n"
-                    f"Connection: close\r\n\r\n{body}".encode()
-                )
-                await writer.drain()
-        finally:
-            writer.close()
-            self._calls.discard(call)
+@contextlib.asynccontextmanager
+async def a_cloud() -> AsyncIterator[Cloud]:
+    cloud = Cloud()
+    async with raw_server(cloud.called) as server:
+        cloud.port = server.port
+        yield cloud
+    for machine in cloud.machines.values():
+        await machine.end()
+        machine.claim.close()
+
+
+# A gateway over standby nodes.
+
+
+def settings(**elastic: Any) -> dict[str, Any]:
+    """Settings with short times, except for probes: a machine that is off refuses them at once."""
+    health = {"interval": 0.1, "timeout": 20.0, "slow_start": 0, "discover_interval": 0.5}
+    return {"health": health, "elastic": ELASTIC | elastic}
+
+
+async def ask(running: Running, text: str = "hello", tokens: int = 8) -> httpx.Response:
+    messages = [{"role": "user", "content": text}]
+    body = {"model": MODEL, "messages": messages, "max_tokens": tokens}
+    return await running.client.post("/v1/chat/completions", json=body)
+
+
+async def shown(running: Running, name: str) -> Mapping[str, Any]:
+    found: dict[str, Any] = (await running.admin.get(f"/admin/nodes/{name}")).json()
+    return found
+
+
+async def order(running: Running, path: str) -> None:
+    """Call the admin API as an operator does: `nodes/NAME/drain`, `reload`, ..."""
+    (await running.admin.post(f"/admin/{path}")).raise_for_status()
+
+
+async def until_state(running: Running, name: str, state: NodeState) -> None:
+    node = running.gateway.fleet.nodes[name]
+    await until(lambda: node.state is state, 60.0, lambda: f"{name} is {node.state}: {node.reason}")

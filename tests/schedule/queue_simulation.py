@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import random
 from dataclasses import dataclass, field
@@ -89,39 +88,3 @@ class QueueSimulation:
     def waiting(self, now: float = 0.0) -> list[QueuedRequest]:
         """Every request that waits."""
         return [queued for queued, _ in self.dispatcher.predicted_waits(now)]
-
-    def play(
-        self,
-        arrivals: list[tuple[float, QueuedRequest]],
-        *,
-        until: float = 1e9,
-        lengths: float = 1.0,
-    ) -> dict[QueuedRequest, QueuedRequest]:
-        """Play arrivals to their end; every request takes `lengths` times what is predicted."""
-        placed: dict[QueuedRequest, QueuedRequest] = {}
-        ends: list[tuple[float, int, QueuedRequest]] = []
-        later = sorted(((at, i, one) for i, (at, one) in enumerate(arrivals)), reverse=True)
-
-        def note(placements: list[QueuedRequest], now: float) -> None:
-            for one in placements:
-                placed[one] = one
-                heapq.heappush(ends, (now + (one.ends - now) * lengths, id(one), one))
-
-        for _ in range(1_000_000):
-            wake = min(self.dispatcher.wake_at, 1e9)
-            times = [later[-1][0] if later else 1e9, ends[0][0] if ends else 1e9, wake]
-            now = min(times)
-            if now >= until:
-                break
-            if now == times[0]:
-                placement = self.dispatcher.place_or_queue(later.pop()[2], now)
-                if placement is not None:
-                    self.running.append(placement)
-                    note([placement], now)
-            elif now == times[1]:
-                note(self.finish(heapq.heappop(ends)[2], now), now)
-            else:
-                note(self.match(now), now)
-        else:
-            raise AssertionError("the simulation never ends")
-        return placed

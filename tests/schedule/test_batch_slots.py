@@ -2,124 +2,51 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.lease import BatchRoom, LeaseRequest
+from gateway.lease import LeaseRequest
 from gateway.nodes.node import Node
-from gateway.nodes.speed import SpeedPrior
 from gateway.schedule.core.batch_slots import (
-    ASK_AGAIN_SECONDS,
-    IN_VAIN_SECONDS,
     LEAST_DECODE_SECONDS,
     LEAST_SECONDS_LEFT,
     MOST_YIELDS,
     YieldCandidate,
     choose_yields,
     may_yield,
-    room_for_batch,
 )
-from gateway.schedule.core.dispatcher import Dispatcher, DispatchRules
-from gateway.schedule.core.requests import CandidateSet, PlacementState, QueuedRequest
 from gateway.schedule.scheduler import LeaseRecord, Scheduler
 from gateway.terms import Priority
 from tests.each_case import each_case
+from tests.known import known
 from tests.nodes.build import Clock
 from tests.schedule.build import a_request, a_scheduler, lease_at_once, node, settle, start_lease
 
-RESERVE = {"batch": {"reserve_slots": 0.5}}
+BATCH = Priority.BATCH
 
 
-def told(room: BatchRoom) -> tuple[int, int, int, int, int]:
-    return room.slots, room.free, room.soon, room.waiting, room.ahead
+async def test_the_room_for_batch_is_told_without_the_reserve_and_with_what_waits() -> None:
+    reserve = {"batch": {"reserve_slots": 0.5}}
+    scheduler = a_scheduler(node("a", slots=4), node("b", slots=4), classes=reserve)
 
+    def room(seconds: float = 0.0) -> tuple[int, ...]:
+        found = scheduler.batch_room(("demo",), seconds)
+        return found.slots, found.free, found.soon, found.waiting, found.ahead
 
-def room(scheduler: Scheduler, *names: str, seconds: float = 0.0) -> tuple[int, int, int, int, int]:
-    return told(scheduler.batch_room(names or ("demo",), seconds))
-
-
-def batch(scheduler: Scheduler, count: int) -> None:
-    for _ in range(count):
-        lease_at_once(scheduler, a_request(priority=Priority.BATCH))
-
-
-async def test_the_reserve_is_no_room() -> None:
-    scheduler = a_scheduler(node("a", slots=4), node("b", slots=4), classes=RESERVE)
-    assert room(scheduler) == (4, 4, 0, 0, 0)
-    batch(scheduler, 4)
-    assert room(scheduler) == (4, 0, 0, 0, 0)
-    assert scheduler.lease_now(a_request(priority=Priority.BATCH)) is None
-
-
-async def test_a_higher_class_in_the_slots_of_batch_leaves_it_less() -> None:
-    scheduler = a_scheduler(node("a", slots=4), classes=RESERVE)
-    for _ in range(3):
-        lease_at_once(scheduler, a_request())
-    assert room(scheduler) == (2, 0, 0, 0, 0)
-
-
-async def test_what_is_expected_to_end_is_room_soon() -> None:
-    scheduler = a_scheduler(node("a", slots=2))
-    batch(scheduler, 2)
-    assert room(scheduler, seconds=0.0) == (2, 0, 0, 0, 0)
-    assert room(scheduler, seconds=1e6) == (2, 0, 2, 0, 0)
-
-
-async def test_what_waits_is_told_by_class() -> None:
-    scheduler = a_scheduler(node("a", slots=1), node("b", slots=1, models=("other",)))
-    lease_at_once(scheduler, a_request())
-    for priority in (Priority.BATCH, Priority.BATCH, Priority.NORMAL):
-        await start_lease(scheduler, a_request(priority=priority))
-    assert room(scheduler) == (1, 0, 0, 2, 1)
-    assert room(scheduler, "other") == (1, 1, 0, 0, 0)
-
-
-async def test_a_model_that_nobody_serves_has_no_room_and_a_later_name_counts_then() -> None:
-    scheduler = a_scheduler(node("a", slots=2))
-    assert room(scheduler, "nothing") == (0, 0, 0, 0, 0)
-    assert room(scheduler, "nothing", "demo") == (2, 2, 0, 0, 0)
-
-
-@pytest.mark.parametrize("nodes", [(), (2,), (1, 2)])
-async def test_one_idle_node_has_room_for_one_whatever_the_reserve(nodes: Sequence[int]) -> None:
-    made: list[Node] = [node(f"n{slots}", slots=slots) for slots in nodes]
-    classes = {"batch": {"reserve_slots": 1.0}}
-    scheduler = a_scheduler(*made, classes=classes)
-    assert room(scheduler) == ((1, 1, 0, 0, 0) if nodes else (0, 0, 0, 0, 0))
-
-
-@given(
-    st.lists(st.integers(1, 5), min_size=1, max_size=4),
-    st.sampled_from([0.0, 0.25, 0.5, 1.0]),
-    st.lists(st.sampled_from([Priority.NORMAL, Priority.BATCH]), max_size=12),
-)
-def test_just_as_much_finds_room_as_was_told(
-    slots: list[int], reserve: float, classes: list[Priority]
-) -> None:
-    state = PlacementState()
-    dispatcher = Dispatcher(state, DispatchRules(batch_reserve=reserve), random.Random(1))
-    rows = [state.add(f"n{number}", total=total) for number, total in enumerate(slots)]
-    everywhere: CandidateSet = state.candidate_set(rows)
-
-    def place(priority: Priority) -> bool:
-        queued = QueuedRequest("r", ((everywhere,),), priority, "caller", 0.0)
-        return dispatcher.place(queued, 0.0) is not None
-
-    for priority in classes:
-        place(priority)
-    state.spread_batch_reserve()
-    free = room_for_batch(rows, 0.0, 0.0).free
-    placed = 0
-    while place(Priority.BATCH):
-        placed += 1
-    assert placed == free
+    assert room() == (4, 4, 0, 0, 0)
+    for _ in range(4):
+        lease_at_once(scheduler, a_request(priority=BATCH))
+    assert room() == (4, 0, 0, 0, 0)
+    assert room(1e6) == (4, 0, 4, 0, 0)
+    await start_lease(scheduler, a_request(priority=BATCH))
+    for _ in range(6):
+        await start_lease(scheduler, a_request())
+    assert room() == (4, 0, 0, 1, 2)
+    found = scheduler.batch_room(("nothing",), 0.0)
+    assert (found.slots, found.free) == (0, 0)
 
 
 # Which running batch requests yield: properties of the policy, and of what a waiter lacks.
@@ -148,7 +75,7 @@ CLASSES = st.sampled_from([Priority.URGENT, Priority.PREMIUM, Priority.NORMAL])
 def running(lease_id: int = 1, **fields: float | Priority | None) -> YieldCandidate:
     """A request of the class batch that may yield."""
     values = {
-        "row": 0, "slots": 1, "priority": Priority.BATCH, "decode_seconds": 20.0,
+        "row": 0, "slots": 1, "priority": BATCH, "decode_seconds": 20.0,
         "seconds_left": 60.0, "repetition_seconds": 1.0, "times_yielded": 0,
     } | fields  # fmt: skip
     return YieldCandidate(lease_id, **values)  # type: ignore[arg-type]
@@ -171,23 +98,6 @@ def test_those_that_yield_may_and_give_one_row_just_what_it_lacks(
     assert len(chosen) == missing[row]
 
 
-@given(CLASSES, MISSING, CANDIDATES)
-def test_no_other_choice_repeats_less(
-    priority: Priority, missing: dict[int, int], candidates: list[YieldCandidate]
-) -> None:
-    chosen = choose_yields(priority, missing, candidates)
-    costs = [
-        sum(one.repetition_seconds for one in together)
-        for row, lacking in missing.items()
-        for together in combinations(
-            [one for one in candidates if one.row == row and may_yield(one, priority)], lacking
-        )
-    ]
-    by_id = {one.lease_id: one.repetition_seconds for one in candidates}
-    if costs:
-        assert sum(by_id[one] for one in chosen) <= min(costs) + 1e-9
-
-
 AGAIN = {"times_yielded": 1, "decode_seconds": LEAST_DECODE_SECONDS - 0.1}
 
 
@@ -196,7 +106,7 @@ AGAIN = {"times_yielded": 1, "decode_seconds": LEAST_DECODE_SECONDS - 0.1}
     [
         # Lower classes, in decode.
         ({}, Priority.NORMAL, True),
-        ({}, Priority.BATCH, False),
+        ({}, BATCH, False),
         ({"priority": Priority.NORMAL}, Priority.NORMAL, False),
         ({"priority": Priority.NORMAL}, Priority.URGENT, True),
         ({"decode_seconds": None}, Priority.URGENT, False),
@@ -249,7 +159,7 @@ class World:
     def row(self, *, decodes: bool = True, **keys: Any) -> LeaseRequest:
         """Start a batch request that yields."""
         keys = {"prompt_tokens": 100, "exact_tokens": 100, "stream": True, **keys}
-        request = a_request(priority=Priority.BATCH, yields=True, **keys)
+        request = a_request(priority=BATCH, yields=True, **keys)
         self.rows[request.id] = lease_at_once(self.scheduler, request)
         if decodes:
             self.decode(request)
@@ -284,9 +194,13 @@ async def test_a_request_that_would_wait_gets_the_slot_of_the_row_that_is_cheape
     assert len(world.asked) == 3, "nobody is left"
 
 
-async def test_rows_of_clients_are_not_asked() -> None:
+async def test_neither_clients_nor_leases_that_have_ended_are_asked() -> None:
     world = World((node("a", slots=1),))
-    record = lease_at_once(world.scheduler, a_request(priority=Priority.BATCH, stream=True))
+    ended = known(world.scheduler.lease_now(a_request(priority=BATCH, yields=True, stream=True)))
+    assert set(world.scheduler.yielding) == {ended.id}
+    world.scheduler.release_unused(ended.id)
+    assert world.scheduler.yielding == {}
+    record = lease_at_once(world.scheduler, a_request(priority=BATCH, stream=True))
     record.head_received(world.clock())
     record.content_received(world.clock())
     await start_lease(world.scheduler, a_request())
@@ -315,88 +229,22 @@ async def test_a_row_in_prefill_is_asked_once_it_decodes() -> None:
     assert world.asked == [row.id]
 
 
-@each_case(
-    ("passed", "priority", "tried"),
-    [
-        (0.0, Priority.NORMAL, False),
-        (0.0, Priority.URGENT, True),  # another class is another kind
-        (IN_VAIN_SECONDS, Priority.NORMAL, True),
-    ],
-)
-async def test_for_requests_of_one_kind_it_is_tried_in_vain_once_in_a_while(
-    passed: float, priority: Priority, tried: bool
-) -> None:
-    world = World((node("a", slots=1),))
-    row = world.row(decodes=False)
-    await start_lease(world.scheduler, a_request())
-    world.decode(row)
-    world.clock.passes(passed)
-    await start_lease(world.scheduler, a_request(priority=priority))
-    assert world.asked == [row.id] * tried
-
-
-async def test_others_are_asked_when_the_slot_does_not_come() -> None:
-    one = node("a", slots=2)
-    one.speed.set_prior(SpeedPrior(100.0, 0.1, 0.02))
-    world = World((one,))
-    first, second = world.row(), world.row(exact_tokens=300, prompt_tokens=300)
-    await start_lease(world.scheduler, a_request())
-    world.clock.passes(ASK_AGAIN_SECONDS - 0.5)
-    world.scheduler.check_all()
-    assert world.asked == [first.id]
-    world.clock.passes(0.5)
-    world.scheduler.check_all()
-    assert world.asked == [first.id, second.id]
-
-
-async def test_a_wide_request_gets_as_many_slots_as_it_lacks_on_one_node() -> None:
-    world = World((node("a", slots=3), node("b", slots=2)))
-    rows = [world.row() for _ in range(5)]
-    waiting = await start_lease(world.scheduler, a_request(slots=2))
-    assert len(world.asked) == 2
-    on = {world.rows[name].node.name for name in world.asked}
-    assert len(on) == 1
-    for name in world.asked:
-        world.release(name)
-    await settle()
-    assert waiting.done()
-    assert len(rows) == 5
-
-
-async def test_a_lease_that_has_ended_is_not_asked() -> None:
-    world = World((node("a", slots=1),))
-    request = a_request(priority=Priority.BATCH, yields=True, stream=True)
-    granted = world.scheduler.lease_now(request)
-    assert granted is not None
-    assert set(world.scheduler.yielding) == {granted.id}
-    world.scheduler.release_unused(granted.id)
-    assert world.scheduler.yielding == {}
-
-
 async def test_waiting_work_that_is_raised_goes_before_lower_classes() -> None:
     world = World((node("a", slots=1),))
     running = lease_at_once(world.scheduler, a_request())
-    plain = await start_lease(world.scheduler, a_request(priority=Priority.BATCH))
-    request = a_request(priority=Priority.BATCH, yields=True)
+    plain = await start_lease(world.scheduler, a_request(priority=BATCH))
+    request = a_request(priority=BATCH, yields=True)
     raised = await start_lease(world.scheduler, request)
     unknown = {"row of another process"}
     assert world.scheduler.raise_class({request.id, *unknown}, Priority.NORMAL) == {request.id}
     assert world.scheduler.depths()[Priority.NORMAL] == 1
-    assert world.scheduler.raise_class({request.id}, Priority.BATCH) == {request.id}
+    assert world.scheduler.raise_class({request.id}, BATCH) == {request.id}
     assert world.scheduler.depths()[Priority.NORMAL] == 1, "it never falls"
     running.release()
     await settle()
     assert raised.done()
     assert not plain.done()
     assert world.scheduler.raise_class({request.id}, Priority.NORMAL) == set()
-
-
-async def test_raised_work_keeps_its_slot() -> None:
-    world = World((node("a", slots=2),))
-    raised, other = world.row(), world.row(prompt_tokens=900, exact_tokens=900)
-    world.scheduler.raise_class({raised.id}, Priority.NORMAL)
-    await start_lease(world.scheduler, a_request())
-    assert world.asked == [other.id]
 
 
 async def test_patient_work_waits_whatever_is_predicted_until_its_time_limit() -> None:

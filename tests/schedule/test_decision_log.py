@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
-from typing import Any
 
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway import errors
 from gateway.lease import (
     NOTHING_TRIED,
     AttemptReport,
@@ -21,27 +18,19 @@ from gateway.lease import (
     Usage,
     UsageReport,
 )
-from gateway.nodes.node import NodeState
-from gateway.schedule.core.requests import Deferral, QueuedRequest
 from gateway.schedule.decision_log import (
-    LONGEST_REASON,
     MOST_COLLECTED,
     MOST_FOLLOWED,
-    RATIO_BOUNDS,
     Decision,
     DecisionLog,
     Grant,
-    Queueing,
-    RatioCounts,
-    Refusal,
 )
 from gateway.schedule.lease_service import LocalLeaseService
 from gateway.schedule.scheduler import Scheduler
-from gateway.terms import Priority
-from tests.each_case import each_case
 from tests.emulator import EmulatedNode
+from tests.known import known
 from tests.nodes.build import Clock, a_spec
-from tests.schedule.build import a_request, a_scheduler, failed_on, node, settle, start_lease
+from tests.schedule.build import a_request, a_scheduler, node
 from tests.virtual import in_virtual_time
 from tests.web.bare_gateway import BareGateway, bare_gateway
 
@@ -49,9 +38,7 @@ from tests.web.bare_gateway import BareGateway, bare_gateway
 def lease(
     scheduler: Scheduler, request: LeaseRequest, tried: Tried = NOTHING_TRIED
 ) -> GrantedLease:
-    granted = scheduler.lease_now(request, tried)
-    assert granted is not None
-    return granted
+    return known(scheduler.lease_now(request, tried))
 
 
 def decisions(log: DecisionLog, request: LeaseRequest) -> list[Decision]:
@@ -74,8 +61,7 @@ def test_a_grant_has_the_prediction_and_then_what_came_of_it() -> None:
     placement = scheduler.records[granted.id].placement
     assert grant.at + grant.expected_ttft == pytest.approx(placement.prefill_ends)
     assert grant.at + grant.expected_seconds == pytest.approx(placement.ends)
-    comparison = grant.comparison
-    assert comparison is not None
+    comparison = known(grant.comparison)
     assert comparison.chosen.name == granted.node.name
     assert len(comparison.others) == 1
     assert (grant.outcome, grant.used, comparison.chosen.speed.measured) == (None, None, False)
@@ -89,110 +75,6 @@ def test_a_grant_has_the_prediction_and_then_what_came_of_it() -> None:
     assert grant.ended_at == pytest.approx(grant.at + 5.0)
     assert (grant.outcome, grant.status) == ("ok", 200)
     assert (grant.used, grant.reported) == ((1000, 10, 20), True)
-
-
-def test_each_attempt_is_a_grant_of_its_own() -> None:
-    scheduler = a_scheduler(node("a"), node("b"))
-    request = a_request()
-    first = lease(scheduler, request)
-    second = lease(scheduler, request, failed_on(first.node.name))
-    one, two = decisions(scheduler.decision_log, request)
-    assert isinstance(one, Grant)
-    assert isinstance(two, Grant)
-    assert (one.tried, two.out) == (None, {"failed": 1})
-    assert two.tried is not None
-    assert two.tried.failed_nodes == {first.node.name}
-    assert second.node.name != first.node.name
-
-
-@each_case(
-    "found",
-    [
-        {},
-        {"tried": failed_on("a")},
-        {"resumes": True},
-        {"times_yielded": 2},
-        {"deferral": Deferral("a", 1.0, 2.0, 3.0, 400.0)},
-        {"fallback": "gpu_full"},
-        {"out": {"full": 1}},
-    ],
-)
-def test_each_circumstance_of_a_grant_is_remembered_alone(found: dict[str, Any]) -> None:
-    resume_key = ("model",) if found.get("resumes") else None
-    request = a_request(times_yielded=found.get("times_yielded", 0), resume_key=resume_key)
-    deferral, tried = found.get("deferral"), found.get("tried", NOTHING_TRIED)
-    placement = QueuedRequest(request.id, (), Priority.NORMAL, "c", 0.0, deferral=deferral)
-    log, fallback, out = DecisionLog(Clock()), found.get("fallback"), found.get("out")
-    grant = log.granted(placement, request, tried, 1, "demo", "cpu", None, fallback, out)
-    usual = QueuedRequest(request.id, (), Priority.NORMAL, "c", 0.0)
-    expected = log.granted(usual, a_request(), NOTHING_TRIED, 1, "demo", "cpu")
-    assert msgspec.structs.asdict(grant) == msgspec.structs.asdict(expected) | found
-
-
-def test_why_the_others_had_no_room_is_counted() -> None:
-    nodes = [node(name, slots=1) for name in "abcd"]
-    nodes[1].state = NodeState.DRAINING
-    nodes[2].state = NodeState.DOWN
-    scheduler = a_scheduler(*nodes, node("other", models=("another",)))
-    first, second = a_request(), a_request()
-    lease(scheduler, first)
-    lease(scheduler, second)
-    assert only_grant(scheduler, first).out == {"draining": 1, "down": 1}
-    grant = only_grant(scheduler, second)
-    assert grant.out == {"draining": 1, "down": 1, "full": 1}
-    assert grant.comparison is not None
-    assert grant.comparison.nodes.fleet == 5
-
-
-async def test_a_wait_is_remembered_with_its_prediction_until_the_grant() -> None:
-    clock = Clock()
-    scheduler = a_scheduler(node(slots=1), clock=clock)
-    leases = LocalLeaseService(scheduler, scheduler.fleet)
-    running = lease(scheduler, a_request())
-    request = a_request()
-    task = await start_lease(scheduler, request)
-    clock.passes(4.0)
-    leases.ended(AttemptReport(running.id, "ok", 200, True, True, True))
-    await settle()
-    assert task.done()
-    queued, granted = decisions(scheduler.decision_log, request)
-    assert isinstance(queued, Queueing)
-    assert (queued.ahead, queued.waiting) == (0, 0)
-    assert isinstance(granted, Grant)
-    assert granted.at - queued.at == pytest.approx(4.0)
-
-
-async def test_a_refusal_is_remembered_at_once_and_after_a_wait() -> None:
-    scheduler = a_scheduler(node(slots=1), queue={"max": 1})
-    lease(scheduler, a_request())
-    waiting, late, unknown = a_request(), a_request(), a_request("nothing")
-    leases = LocalLeaseService(scheduler, scheduler.fleet)
-    task = asyncio.create_task(leases.wait_for_lease(waiting, NOTHING_TRIED, 0.0))
-    await settle()
-    with pytest.raises(errors.GatewayError):
-        await leases.wait_for_lease(late, NOTHING_TRIED, 0.0)
-    with pytest.raises(errors.GatewayError):
-        scheduler.lease_now(unknown)
-    scheduler.refuse(waiting.id, errors.no_node("Gone." + "x" * 1000, 1.0))
-    await settle()
-    assert task.exception() is not None
-    (refused,) = decisions(scheduler.decision_log, late)
-    assert isinstance(refused, Refusal)
-    assert (refused.status, refused.code) == (429, "queue_full")
-    (refused,) = decisions(scheduler.decision_log, unknown)
-    assert isinstance(refused, Refusal)
-    assert refused.code == "model_not_found"
-    _, refused = decisions(scheduler.decision_log, waiting)
-    assert isinstance(refused, Refusal)
-    assert refused.code == "no_node"
-    assert len(refused.message) == LONGEST_REASON
-
-
-def test_a_lease_that_was_not_used_is_told_so() -> None:
-    scheduler = a_scheduler(node())
-    request = a_request()
-    scheduler.release_unused(lease(scheduler, request).id)
-    assert only_grant(scheduler, request).outcome == "cancelled"
 
 
 def test_the_log_is_bounded_and_says_how_far_it_reaches_back() -> None:
@@ -211,19 +93,6 @@ def test_the_log_is_bounded_and_says_how_far_it_reaches_back() -> None:
     assert log.reaches_back_to() == pytest.approx(started + 3.0)
 
 
-def test_a_flood_of_refusals_pushes_no_grant_out() -> None:
-    log = DecisionLog(Clock())
-    scheduler = a_scheduler(node())
-    scheduler.decision_log.grants.clear()
-    request = a_request()
-    lease(scheduler, request)
-    log.grants.extend(scheduler.decision_log.grants)
-    for _ in range(2000):
-        log.refused(a_request(), errors.queue_full("Full.", 1.0), 0.0, 1.0)
-    assert decisions(log, request) != []
-    assert len(log.refusals) == log.refusals.maxlen
-
-
 def test_nothing_of_a_prompt_is_kept_alive() -> None:
     scheduler = a_scheduler(node("a"), node("b"))
     blocks = tuple(range(1 << 60, (1 << 60) + 1000))
@@ -232,23 +101,6 @@ def test_nothing_of_a_prompt_is_kept_alive() -> None:
     kept = msgspec.json.encode(msgspec.to_builtins(only_grant(scheduler, request)))
     assert str(blocks[0]).encode() not in kept
     assert len(kept) < 2000
-
-
-def test_what_is_decided_about_a_followed_request_is_collected_with_its_parts() -> None:
-    scheduler = a_scheduler(node("a", slots=8))
-    log, request, other = scheduler.decision_log, a_request(), a_request()
-    log.follow(request.id)
-    granted = lease(scheduler, request)
-    lease(scheduler, other)
-    part = msgspec.structs.replace(request, id=f"{request.id}.1")
-    of_part = lease(scheduler, part)
-    collected = log.take(request.id)
-    assert collected is not None
-    found = [(one.request_id, one.lease_id) for one in collected if isinstance(one, Grant)]
-    assert found == [(request.id, granted.id), (part.id, of_part.id)]
-    assert log.take(request.id) is None
-    lease(scheduler, request)
-    assert log.followed == {}
 
 
 def test_what_is_followed_is_bounded_in_number_and_length() -> None:
@@ -262,53 +114,10 @@ def test_what_is_followed_is_bounded_in_number_and_length() -> None:
         log.follow(f"other_{number}")
     assert len(log.followed) == MOST_FOLLOWED
     assert log.take("first") is None
-    collected = log.take(request.id)
-    assert collected is not None
+    collected = known(log.take(request.id))
     assert len(collected) == MOST_COLLECTED
     log.follow_none()
     assert log.followed == {}
-
-
-def test_a_ratio_counts_in_the_bucket_of_the_first_bound_that_holds_it() -> None:
-    ratios = RatioCounts()
-    for ratio in (0.05, 1.0, 1.05, 99.0):
-        ratios.count(ratio)
-    counted = dict(zip([*RATIO_BOUNDS, "more"], ratios.counts, strict=True))
-    assert {bound: n for bound, n in counted.items() if n} == {0.1: 1, 1.0: 1, 1.1: 1, "more": 1}
-    assert ratios.sum == pytest.approx(101.1)
-
-
-@in_virtual_time
-async def test_what_was_cut_short_is_no_sample() -> None:
-    async with (
-        EmulatedNode(slots=1) as node,
-        bare_gateway(a_spec("a", node.url), serving=True) as gateway,
-    ):
-        node.faults.set("status", status=500)
-        assert (await gateway.chat()).status_code >= 500
-        gateway.bus.flush()
-        accuracy = gateway.scheduler.accuracy
-        assert not sum(accuracy.completion.counts + accuracy.first_token.counts)
-
-
-@in_virtual_time
-async def test_the_page_counts_the_cached_tokens_that_were_expected_and_those_found() -> None:
-    async with (
-        EmulatedNode(slots=1, prefill_tps=100, decode_tps=20, cache_ram=1 << 20) as node,
-        bare_gateway(a_spec("a", node.url), serving=True) as gateway,
-    ):
-        prompt = "".join(f"word {number} " for number in range(400))
-        first = await gateway.chat(prompt, max_tokens=10)
-        nothing = await figures(gateway)
-        again = await gateway.chat(prompt, max_tokens=10)
-        page = await figures(gateway)
-    assert (first.status_code, again.status_code) == (200, 200)
-    cached = gateway.ended[-1].cached_tokens
-    assert cached > 50, "else the node had nothing cached"
-    family = "llama_gateway_predicted_cached_tokens_total"
-    assert nothing[family, "expected"] == nothing[family, "found"] == 0
-    assert page[family, "found"] == cached
-    assert page[family, "expected"] == pytest.approx(cached, rel=0.1)
 
 
 @in_virtual_time

@@ -1,4 +1,4 @@
-"""Where requests are placed, which wait, and the counts of both under any order of events."""
+"""Where requests are placed, which wait, in which order and for how long."""
 
 from __future__ import annotations
 
@@ -8,14 +8,26 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from msgspec.structs import astuple
 
-from gateway.schedule.core.dispatcher import MOST_DECLINES, DispatchRules, StarvationGuard
-from gateway.schedule.core.requests import QueuedRequest
-from gateway.schedule.core.selection import POLICIES
+from gateway.schedule.candidates import HOPE_AWAITED, HOPE_UNKNOWN
+from gateway.schedule.core.dispatcher import MOST_DECLINES, DispatchRules
+from gateway.schedule.core.requests import EXPLORING_REQUESTS, MOST_COMPARED_ROWS, spread_reserve
+from gateway.schedule.core.selection import (
+    CostColumns,
+    LeastFinish,
+    available_rows,
+    compare,
+    cost_of_figures,
+    explore,
+    row_cost,
+    row_costs,
+)
+from gateway.schedule.core.wait_queue import MOST_ACCOUNTS, VirtualTokenCounters
 from gateway.terms import Priority
 from tests.each_case import each_case
+from tests.known import known
+from tests.schedule.build import a_request, a_scheduler, lease_at_once, node
 from tests.schedule.queue_simulation import QueueSimulation
 
 
@@ -129,21 +141,6 @@ def test_a_warm_request_is_deferred_if_it_ends_sooner_on_its_node() -> None:
     assert sim.finish(first, 2.0)[0] is warm
 
 
-def test_a_warm_request_goes_elsewhere_if_that_is_sooner() -> None:
-    sim = QueueSimulation((1, 1))
-    sim.arrive(excluded={1}, prompt_tokens=9000.0, completion_tokens=10.0)
-    placement = sim.placed(prompt_tokens=5000.0, cached={0: 4900.0})
-    assert placement.row is sim.rows[1]
-
-
-def test_no_more_requests_are_deferred_to_a_node_than_it_has_slots() -> None:
-    sim = QueueSimulation((2, 4))
-    for _ in range(2):
-        sim.arrive(excluded={1}, prompt_tokens=10.0, completion_tokens=10.0)
-    rows = [sim.arrive(prompt_tokens=9000.0, cached={0: 8990.0})[1] for _ in range(4)]
-    assert [placement is None for placement in rows] == [True, True, False, False]
-
-
 def test_a_deferral_ends_in_time() -> None:
     sim = QueueSimulation((1, 1))
     sim.arrive(excluded={1}, prompt_tokens=100.0, completion_tokens=10.0)
@@ -160,6 +157,25 @@ def test_a_slot_that_many_declined_is_given_out() -> None:
     for _ in range(3 * MOST_DECLINES):
         sim.arrive(prompt_tokens=5000.0, cached={0: 4900.0}, completion_tokens=1.0)
     assert len(sim.finish(last, 0.5)) == 1
+
+
+def test_many_answers_of_a_crowded_row_that_end_at_once_take_little_work() -> None:
+    sim = QueueSimulation((1000,))
+    [row] = sim.rows
+    row.set_speed(5000.0, 0.03, 0.0001)
+    running = sim.fill(prompt_tokens=10.0, completion_tokens=2000.0)
+    last, moved = running[-1], 0
+    for one in running:
+        row.prefill_done(one, 10.0)
+    for one in running[:900]:
+        before = last.ends
+        sim.finish(one, 12.0)
+        moved += last.ends != before
+    assert moved < 120, "the ends of all were moved now and then alone"
+    assert row.ends_sum == pytest.approx(sum(one.ends for one in row.running))
+    for one in running[900:]:
+        sim.finish(one, 13.0)
+    assert (row.ends_sum, row.prefill_until, row.decoding) == (0.0, 0.0, 0)
 
 
 def test_a_waiting_requests_cache_is_looked_up_again_when_slots_have_come_free() -> None:
@@ -194,14 +210,6 @@ def test_a_cancelled_placement_costs_its_caller_nothing() -> None:
     assert (sim.rows[0].ends_sum, sim.rows[0].prefill_until) == (0.0, 0.0)
 
 
-def test_the_first_token_moves_the_expected_end() -> None:
-    sim = QueueSimulation((1,))
-    placement = sim.placed(prompt_tokens=100.0, completion_tokens=10.0)
-    assert placement.ends == pytest.approx(2.0)
-    placement.row.prefill_done(placement, 3.0)
-    assert placement.ends == pytest.approx(4.0)
-
-
 def test_positions_and_predicted_waits_follow_the_callers_turns() -> None:
     sim = QueueSimulation((1,))
     sim.fill()
@@ -216,35 +224,6 @@ def test_positions_and_predicted_waits_follow_the_callers_turns() -> None:
     assert [sim.dispatcher.count_ahead(queued) for queued in order] == list(range(7))
     waits = [sim.dispatcher.predicted_wait(queued, 0.0) for queued in order]
     assert waits == sorted(waits) == [wait for _, wait in places]
-
-
-def test_a_new_caller_does_not_wait_for_all_requests_of_another() -> None:
-    sim = QueueSimulation((1,))
-    sim.fill()
-    for _ in range(50):
-        sim.arrive(fairness_key="greedy")
-    ahead, wait = sim.dispatcher.count_ahead, sim.dispatcher.predicted_wait
-    modest, greedy = sim.request(fairness_key="modest"), sim.request(fairness_key="greedy")
-    assert ahead(modest) <= 1
-    assert ahead(greedy) == 50
-    assert wait(modest, 0.0) < wait(greedy, 0.0) / 10
-    assert ahead(sim.request(fairness_key="modest", priority=Priority.BATCH)) == 50
-    assert ahead(sim.request(fairness_key="greedy", priority=Priority.URGENT)) == 0
-
-
-def test_a_measured_speed_changes_all_predicted_waits_at_once() -> None:
-    sim = QueueSimulation((2, 2))
-    for row in sim.rows:
-        row.set_speed(100.0, 0.1, 0.0)
-    sim.fill()
-    for _ in range(50):
-        sim.arrive()
-    guessed = sim.dispatcher.predicted_wait(sim.request(), 0.0)
-    running = min(row.seconds_until_free(1, 0.0) or 0.0 for row in sim.rows)
-    for row in sim.rows:
-        row.set_speed(1000.0, 0.01, 0.0)
-    measured = sim.dispatcher.predicted_wait(sim.request(), 0.0)
-    assert measured - running == pytest.approx((guessed - running) / 10)
 
 
 def test_the_predicted_wait_of_batch_includes_the_reserve() -> None:
@@ -270,63 +249,37 @@ def test_the_predicted_wait_is_infinite_while_every_node_is_down() -> None:
     assert sim.dispatcher.predicted_wait(queued, 0.0) == math.inf
 
 
-def test_usage_as_predicted_changes_no_counter_though_the_token_weight_has_changed() -> None:
-    sim = QueueSimulation((1,))
-    placement = sim.placed(fairness_key="one", prompt_tokens=10.0, completion_tokens=20.0)
-    account = placement.payer
-    assert account is not None
-    counted = account.counter
-    row = placement.row
-    row.set_speed(30 * row.prefill_tps, row.token_base, row.token_step)
-    for _ in range(300):
-        _, other = sim.arrive(fairness_key="two", slots=0)
-        if other is not None:
-            sim.finish(other, 0.0)
-    sim.dispatcher.settled(placement, 10.0, 20.0)
-    assert account.counter == counted
-
-
-@each_case(("share", "rounds"), [(0.1, [False] * 9 + [True]), (0.0, [False] * 10)])
-def test_the_share_of_the_placements_that_overdue_requests_get(
-    share: float, rounds: list[bool]
-) -> None:
-    guard = StarvationGuard(share)
-    given = []
-    for _ in range(30):
-        given.append(guard.overdue_next)
-        guard.placed(to_overdue=guard.overdue_next)
-    assert given == rounds * 3
-
-
 @pytest.mark.parametrize("flood", [Priority.URGENT, Priority.NORMAL])
 def test_the_lowest_class_waits_no_longer_than_the_bound(flood: Priority) -> None:
     patience = dict.fromkeys(Priority, 30.0)
     sim = QueueSimulation((2, 2), DispatchRules(overdue_after=patience))
-    service, horizon = 2.0, 400.0
-    rate = 4 / service
-    arrivals = []
-    batch = []
-    for i in range(5):
-        batch.append(
-            sim.request(priority=Priority.BATCH, fairness_key="patient", received_at=0.0 + i)
-        )
-        arrivals.append((float(i), batch[-1]))
-    for i in range(int(1.5 * rate * horizon)):
-        at = i / (1.5 * rate)
-        arrivals.append((at, sim.request(priority=flood, fairness_key=f"{i % 7}", received_at=at)))
-    placed = sim.play(arrivals, until=horizon)
+    service, rate, horizon = 2.0, 4 / 2.0, 400.0
+    others = [
+        sim.request(priority=flood, fairness_key=f"{i % 7}", received_at=i / (1.5 * rate))
+        for i in range(int(1.5 * rate * horizon))
+    ]
+    batch = [
+        sim.request(priority=Priority.BATCH, fairness_key="patient", received_at=float(i))
+        for i in range(5)
+    ]
+    for queued in sorted([*others, *batch], key=lambda one: one.received_at):
+        while sim.running:
+            first = min(sim.running, key=lambda one: one.ends)
+            if first.ends > queued.received_at:
+                break
+            sim.finish(first, first.ends)
+        if sim.dispatcher.place_or_queue(queued, queued.received_at) is not None:
+            sim.running.append(queued)
     for place, queued in enumerate(batch):
         # Those above are overdue as well after 30 s, and older ones go first.
         ahead = place + sum(
-            1
-            for other, placement in placed.items()
-            if other.priority is flood
-            and other.arrival_key < queued.arrival_key
-            and placement.placed_at > queued.received_at + 30
+            other.arrival_key < queued.arrival_key and other.placed_at > queued.received_at + 30
+            for other in others
         )
-        bound = 30.0 + (ahead + 1) / (0.1 * rate) + service
-        assert queued in placed
-        assert placed[queued].placed_at - queued.received_at <= bound
+        assert queued.account is None, "it waits no longer"
+        wait = queued.placed_at - queued.received_at
+        assert 0 <= wait <= 30.0 + (ahead + 1) / (0.1 * rate) + service
+    assert max(one.placed_at - one.received_at for one in batch) > 10.0, "all slots were taken"
 
 
 def test_callers_of_one_class_share_fairly_however_long_one_of_them_has_waited() -> None:
@@ -343,181 +296,314 @@ def test_callers_of_one_class_share_fairly_however_long_one_of_them_has_waited()
     assert abs(callers.count("much") - callers.count("little")) <= 4
 
 
-# Under any order of events the counts are right and no slot idles without a reason.
+def test_requests_go_by_class_and_then_by_age() -> None:
+    sim = QueueSimulation((1,))
+    (running,) = sim.fill()
+    late = sim.arrive(2.0)[0]
+    early = sim.arrive(2.0, received_at=1.0)[0]
+    urgent = sim.arrive(3.0, priority=Priority.URGENT)[0]
+    assert sim.dispatcher.depths() == {
+        Priority.URGENT: 1, Priority.PREMIUM: 0, Priority.NORMAL: 2, Priority.BATCH: 0,
+    }  # fmt: skip
+    assert sim.waiting() == [urgent, early, late]
+    order = []
+    for now in (4.0, 5.0, 6.0):
+        (running,) = sim.finish(running, now)
+        order.append(running)
+    assert order == [urgent, early, late]
 
 
-NODES = 4
-indexes = st.integers(0, NODES - 1)
-absurd = st.one_of(
-    st.floats(0, 4000), st.sampled_from([math.nan, math.inf, -math.inf, -1.0, 0.0, 1e18])
-)
-requests = st.fixed_dictionaries(
-    {
-        "what": st.just("arrive"),
-        "priority": st.sampled_from(Priority),
-        "fairness_key": st.sampled_from("abc"),
-        "slots": st.sampled_from([0, 1, 1, 1, 2, 3]),
-        "prompt_tokens": absurd,
-        "completion_tokens": absurd,
-        "cached": st.dictionaries(indexes, st.floats(0, 5000), max_size=3),
-        "pending": st.dictionaries(indexes, st.floats(0, 5000), max_size=2),
-        "excluded": st.frozensets(indexes, max_size=2),
-        "failed": st.frozensets(indexes, max_size=2),
-        "pool_tokens": st.sampled_from([0.0, 200.0, 700.0, 3000.0, math.inf]),
-    }
-)
-events = st.one_of(
-    requests,
-    requests,
-    st.fixed_dictionaries({"what": st.just("finish"), "which": st.integers(0, 50)}),
-    st.fixed_dictionaries({"what": st.just("finish"), "which": st.integers(0, 50)}),
-    st.fixed_dictionaries({"what": st.just("withdraw"), "which": st.integers(0, 50)}),
-    st.fixed_dictionaries({"what": st.just("cancel"), "which": st.integers(0, 50)}),
-    st.fixed_dictionaries(
-        {
-            "what": st.just("slots"),
-            "which": indexes,
-            "capacity": st.integers(0, 3),
-            "foreign": st.integers(0, 2),
-        }
-    ),
-    st.fixed_dictionaries(
-        {
-            "what": st.just("pool"),
-            "which": indexes,
-            "tokens": st.sampled_from([0, 1000, 4000]),
-            "foreign": st.sampled_from([0, 0, 500]),
-        }
-    ),
-    st.fixed_dictionaries(
-        {"what": st.just("speed"), "which": indexes, "values": st.tuples(absurd, absurd, absurd)}
-    ),
-)
-plays = st.lists(st.tuples(st.floats(0, 20), events), max_size=60)
+def test_ten_times_the_requests_get_a_caller_no_more_tokens() -> None:
+    rng = random.Random(1)
+    sim = QueueSimulation((2, 2, 2), speeds=(300.0, 200.0, 100.0), seed=1)
+    for caller, count in (("greedy", 4000), ("modest", 400)):
+        for _ in range(count):
+            prompt, completion = rng.expovariate(1 / 400) + 1, rng.expovariate(1 / 60) + 1
+            sim.arrive(fairness_key=caller, prompt_tokens=prompt, completion_tokens=completion)
+    served: dict[str, list[float]] = {"greedy": [], "modest": []}
+    while min(map(len, served.values())) < 200:
+        first = min(sim.running, key=lambda one: one.ends)
+        served[first.fairness_key].append(first.prompt_tokens + 10 * first.completion_tokens)
+        sim.finish(first, first.ends)
+        assert sim.dispatcher.waiting
+    assert sum(served["greedy"]) == pytest.approx(sum(served["modest"]), rel=0.1)
 
 
-def play(played: list[tuple[float, dict[str, Any]]], rules: DispatchRules) -> list[tuple[str, str]]:
-    """Play the events, with a check after each; returns which request was placed on which row."""
-    sim = QueueSimulation((3, 2, 2, 1), rules, speeds=(600.0, 250.0, 250.0, 100.0))
-    withdrawn: set[QueuedRequest] = set()
-    arrived: list[QueuedRequest] = []
-    order: list[tuple[str, str]] = []
-    now = 0.0
-
-    def note(placements: list[QueuedRequest]) -> None:
-        for one in placements:
-            assert one not in withdrawn
-            assert one.row.index not in one.excluded
-            order.append((str(arrived.index(one)), one.row.name))
-
-    for gap, event in played:
-        now += gap
-        match event["what"]:
-            case "arrive":
-                options = {key: value for key, value in event.items() if key != "what"}
-                queued = sim.request(received_at=now, **options)
-                arrived.append(queued)
-                placement = sim.dispatcher.place_or_queue(queued, now)
-                if placement is not None:
-                    sim.running.append(placement)
-                    note([placement])
-            case "finish" if sim.running:
-                note(sim.finish(sim.running[event["which"] % len(sim.running)], now))
-            case "cancel" if sim.running:
-                placement = sim.running.pop(event["which"] % len(sim.running))
-                sim.dispatcher.cancelled(placement, now)
-                note(sim.match(now))
-            case "withdraw" if arrived:
-                queued = arrived[event["which"] % len(arrived)]
-                if sim.dispatcher.withdraw(queued):
-                    withdrawn.add(queued)
-                note(sim.match(now))
-            case "slots":
-                row = sim.rows[event["which"]]
-                before = row.ours
-                row.set_slots(3, event["capacity"], event["foreign"])
-                assert row.ours == before
-                note(sim.match(now))
-            case "pool":
-                row = sim.rows[event["which"]]
-                row.set_pool(event["tokens"], event["foreign"])
-                note(sim.match(now))
-            case "speed":
-                sim.rows[event["which"]].set_speed(*event["values"])
-        check(sim, now)
-    return order
+def test_the_charge_is_replaced_by_the_real_usage() -> None:
+    sim = QueueSimulation((1,))
+    lucky = sim.placed(fairness_key="lucky", prompt_tokens=1e6, completion_tokens=1e5)
+    sim.arrive(fairness_key="lucky")
+    other, _ = sim.arrive(fairness_key="other")
+    sim.running.remove(lucky)
+    sim.dispatcher.finished(lucky, 1.0, 10, 1)
+    first = sim.match(1.0)[0]
+    assert first.fairness_key == "lucky"
+    sim.dispatcher.cancelled(first, 1.0)
+    assert sim.match(1.0)[0] is other
 
 
-def check(sim: QueueSimulation, now: float) -> None:
-    dispatcher = sim.dispatcher
-    for row in sim.rows:
-        running = [one for one in sim.running if one.row is row]
-        assert row.running == running
-        assert row.ours == sum(one.slots for one in running)
-        assert row.free == max(0, row.capacity - row.ours - row.foreign)
-        assert (row.index in sim.state.free_rows) == (row.free > 0)
-        assert math.isfinite(row.ends_sum)
-        shares = [min(one.tokens_needed, row.pool) for one in running if one.slots]
-        assert row.pool_reserved == pytest.approx(sum(shares) if row.pool else 0.0)
-        assert row.reserved_for is None or row.reserved_for.account is not None
-    assert sim.state.pools == sum(row.pool > 0 for row in sim.rows)
-    waiting = sim.waiting(now)
-    assert len(waiting) == dispatcher.waiting == sum(dispatcher.depths().values())
-    assert not set(sim.running) & set(waiting)
-    assert len(set(waiting)) == len(waiting)
-    assert all(queued.account is not None for queued in waiting)
-    assert [dispatcher.count_ahead(queued) for queued in waiting] == list(range(len(waiting)))
-    assert all(wait >= 0 for _, wait in dispatcher.predicted_waits(now))
-    for queued in waiting:
-        assert dispatcher.predicted_wait(queued, now) >= 0
-        if queued.deferred_to is None and queued.slots == 1:
-            for row in sim.rows:
-                barred = (
-                    row.index in queued.excluded
-                    or row.index in queued.failed
-                    or row.reserved_for is not None
-                    or row.tokens_short(queued.tokens_needed) > 0.0
-                )
-                spare = row.batch_reserve if queued.priority is Priority.BATCH else 0
-                assert barred or row.free <= spare, "a slot idles"
-        if queued.deferred_to is not None:
-            assert queued in queued.deferred_to.deferred
-            assert dispatcher.wake_at <= queued.deferred_until
+def test_a_caller_that_was_idle_has_no_credit_and_one_that_was_served_more_keeps_its_counter() -> (
+    None
+):
+    counters = VirtualTokenCounters()
+    busy = counters.account("busy")
+    busy.counter = 1000.0
+    counters.started(busy, 50.0)
+    assert counters.account("new").counter == 1000.0
+    counters.account("new").counter = 5000.0
+    assert counters.account("new").counter == 5000.0
 
 
-@settings(max_examples=300, deadline=None)
-@given(plays, st.sampled_from(sorted(POLICIES)), st.sampled_from([0.0, 0.5]))
-def test_counts_are_right_and_no_slot_idles_without_a_reason(
-    happened: list[tuple[float, dict[str, Any]]], policy: str, reserve: float
+def test_idle_accounts_are_dropped_but_no_running_ones() -> None:
+    counters = VirtualTokenCounters()
+    kept = counters.account("kept")
+    counters.started(kept, 5.0)
+    for i in range(3 * MOST_ACCOUNTS):
+        counters.account(f"caller {i}")
+    assert len(counters.accounts) <= MOST_ACCOUNTS
+    assert counters.accounts["kept"] is kept
+
+
+# The reserve of class `batch` is whole nodes, and `batch` keeps off them.
+
+
+BATCH = Priority.BATCH
+
+
+def batch_on(sim: QueueSimulation, **options: Any) -> list[str]:
+    """The nodes of as many batch requests as find room."""
+    found = []
+    while (placement := sim.arrive(priority=BATCH, **options)[1]) is not None:
+        found.append(placement.row.name)
+    return sorted(found)
+
+
+@each_case(
+    ("share", "totals", "reserve"),
+    [
+        (0.25, [2] * 8, [2, 2, 0, 0, 0, 0, 0, 0]), (0.25, [4, 4, 4, 4, 4], [4, 1, 0, 0, 0]),
+        (0.25, [4, 4], [1, 1]), (0.5, [4], [2]), (0.5, [8, 2, 2], [2, 2, 2]),
+        (0.25, [1, 1, 1, 1], [1, 0, 0, 0]), (0.29, [1] * 100, [1] * 29 + [0] * 71),
+        (1.0, [4, 4], [4, 3]), (1.0, [1], [0]), (0.5, [0, 4], [0, 2]), (0.0, [4], [0]),
+        (0.5, [], []),
+    ],
+)  # fmt: skip
+def test_the_reserve_is_whole_nodes_where_they_fit(
+    share: float, totals: list[int], reserve: list[int]
 ) -> None:
-    play(happened, DispatchRules(policy=policy, batch_reserve=reserve))
+    assert spread_reserve(share, totals) == reserve
 
 
-@settings(max_examples=50, deadline=None)
-@given(plays)
-def test_the_same_seed_places_alike(happened: list[tuple[float, dict[str, Any]]]) -> None:
-    assert play(happened, DispatchRules()) == play(happened, DispatchRules())
+@pytest.mark.parametrize("nodes", [4, 80])
+def test_others_go_to_the_reserved_nodes_as_nobody_holds_them_up_there(nodes: int) -> None:
+    sim = QueueSimulation((3,) * nodes, DispatchRules(batch_reserve=0.5))
+    for _ in range(nodes):
+        sim.arrive(priority=BATCH)
+    for number in range(nodes // 2):
+        placement = sim.placed()
+        assert placement.row.kept_from_batch
+        assert len(placement.row.running) == 1, number
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.integers(0, 2**32), st.floats(0.2, 5.0))
-def test_every_arrival_is_served_in_the_end(seed: int, lengths: float) -> None:
+def test_a_request_that_can_go_nowhere_else_takes_an_idle_reserved_node() -> None:
+    sim = QueueSimulation((2, 2), DispatchRules(batch_reserve=0.5))
+    assert [row.kept_from_batch for row in sim.rows] == [True, False]
+    placement = sim.placed(priority=BATCH, excluded={1})
+    assert placement.row is sim.rows[0]
+    waits, none = sim.arrive(priority=BATCH, excluded={1})
+    assert none is None
+    assert sim.finish(placement, 1.0) == [waits]
+
+
+def test_a_wide_request_takes_a_reserved_node_only_where_no_other_is_wide_enough() -> None:
+    wide = QueueSimulation((4, 2, 2, 2), DispatchRules(batch_reserve=0.4))
+    assert [row.batch_reserve for row in wide.rows] == [4, 0, 0, 0]
+    assert batch_on(wide, slots=3) == ["node-0"]
+    narrow = QueueSimulation((4, 4, 4), DispatchRules(batch_reserve=0.4))
+    assert batch_on(narrow, slots=3) == ["node-1", "node-2"]
+
+
+async def test_each_pool_has_a_reserve_of_its_own() -> None:
+    rules = {"batch": {"reserve_slots": 0.5}}
+    sides = {"a": "left", "b": "left", "c": "right", "d": "right"}
+    nodes = [node(name, labels={"side": side}) for name, side in sides.items()]
+    scheduler = a_scheduler(*nodes, classes=rules)
+    for side, name in (("left", "b"), ("right", "d")):
+        labels = (("side", side),)
+        request = a_request(priority=BATCH, node_labels=labels)
+        lease = lease_at_once(scheduler, request)
+        assert lease.node.name == name
+        assert scheduler.batch_room(("demo",), 0.0, node_labels=labels).slots == 2
+
+
+WARM = {"prompt_tokens": 1600.0, "completion_tokens": 40.0}
+"""A chat whose system prompt of 1,500 tokens is cached on the first node."""
+
+
+def unknown(sim: QueueSimulation, *, samples: int = 0, hope: float = HOPE_UNKNOWN) -> None:
+    """Let nothing but this be known of every node but the first."""
+    for row in sim.rows[1:]:
+        row.set_learnt(samples, hope, measured=False)
+
+
+def explored(sim: QueueSimulation, times: int = 20, **keys: Any) -> Counter[str]:
+    """How often the other nodes get one of so many requests that come one by one."""
+    names: Counter[str] = Counter()
+    for _ in range(times):
+        placement = sim.placed(cached={0: 1500.0}, **{**WARM, **keys})
+        names[placement.row.name] += 1
+        sim.finish(placement, 0.0)
+    del names["node-0"]
+    return names
+
+
+def test_nodes_of_unknown_speed_get_a_few_requests_though_the_prompt_is_cached_elsewhere() -> None:
+    sim = QueueSimulation((2,) * 4)
+    assert not explored(sim)
+    unknown(sim)
+    assert explored(sim) == {f"node-{i}": EXPLORING_REQUESTS for i in (1, 2, 3)}
+    assert not sim.state.exploring
+    # Another server, of unknown speed.
+    sim.rows[1].set_learnt(EXPLORING_REQUESTS, 1.0, measured=True)
+    sim.rows[1].set_learnt(0, HOPE_UNKNOWN, measured=False)
+    assert explored(sim) == {"node-1": EXPLORING_REQUESTS}
+
+
+@each_case(
+    ("keys", "hope", "foreign", "count"),
+    [
+        # Requests that would suffer explore less, and the dearest never.
+        ({"priority": Priority.PREMIUM}, HOPE_UNKNOWN, 0, EXPLORING_REQUESTS - 1),
+        ({"priority": Priority.URGENT}, HOPE_UNKNOWN, 0, EXPLORING_REQUESTS - 1),
+        ({"deadline": 60.0}, HOPE_UNKNOWN, 0, EXPLORING_REQUESTS - 1),
+        ({"prompt_tokens": 3000.0}, HOPE_UNKNOWN, 0, EXPLORING_REQUESTS - 1),
+        ({"priority": Priority.PREMIUM, "prompt_tokens": 4000.0}, HOPE_UNKNOWN, 0, 0),
+        ({"prompt_tokens": 9000.0}, HOPE_UNKNOWN, 0, 0),
+        # Nor does one that a node has failed; nor to nodes in use, or about to be calibrated.
+        ({"failed": [2]}, HOPE_UNKNOWN, 0, 0),
+        ({}, HOPE_UNKNOWN, 1, 0),
+        ({}, HOPE_AWAITED, 0, 0),
+    ],
+)
+def test_how_many_requests_explore_a_node_of_unknown_speed(
+    keys: dict[str, Any], hope: float, foreign: int, count: int
+) -> None:
+    sim = QueueSimulation((2, 2, 0))
+    unknown(sim, hope=hope)
+    sim.rows[1].set_slots(2, 2, foreign)
+    assert explored(sim, **keys).total() == count
+
+
+@each_case("nodes", [1, 9, 300])
+def test_a_comparison_has_the_chosen_row_and_a_bounded_number_of_the_best(nodes: int) -> None:
+    rng = random.Random(nodes)
+    sim = QueueSimulation((2,) * nodes)
+    for row in sim.rows:
+        row.set_speed(rng.uniform(50, 500), rng.uniform(0.02, 0.2), 0.01)
+    for _ in range(nodes // 2):
+        sim.arrive(prompt_tokens=rng.uniform(1, 900))
+    queued = sim.request(prompt_tokens=400, completion_tokens=80)
+    policy, available = LeastFinish(sim.state), known(available_rows(sim.state, queued))
+    row = policy.choose(available, queued, 1.0, rng)
+    found = compare(available, queued, row, policy, 1.0)
+    names = [found.chosen.name, *(one.name for one in found.others)]
+    assert names[0] == row.name
+    assert len(set(names)) == len(names) == min(len(available.rows), MOST_COMPARED_ROWS)
+    assert (found.nodes.with_room, found.nodes.fleet) == (len(available.rows), nodes)
+    costs = sorted(row_cost(one, queued, 1.0) for one in available.rows)
+    kept = [cost_of_figures(found, one, 400, 80) for one in (found.chosen, *found.others)]
+    assert kept[0] == pytest.approx(costs[0])
+    assert sorted(kept) == pytest.approx(costs[: len(kept)])
+
+
+def test_the_figures_of_an_exploring_request_say_why_it_went_there() -> None:
+    sim = QueueSimulation((2, 2))
+    unknown(sim)
+    queued = sim.request(cached={0: 1500.0}, **WARM)
+    available = known(available_rows(sim.state, queued))
+    row = explore(available, queued, sim.rows[0], 0.0, random.Random(1))
+    assert row is sim.rows[1]
+    found = compare(available, queued, row, LeastFinish(sim.state), 0.0)
+    least, chosen = (
+        cost_of_figures(found, one, 1600.0, 40.0) for one in (found.others[0], found.chosen)
+    )
+    assert chosen == pytest.approx(least)
+
+
+def test_the_figures_of_a_row_are_made_anew_after_each_change() -> None:
+    sim = QueueSimulation((4,))
+    [row] = sim.rows
+    row.set_pool(8000, 0)
+    placement = sim.placed()
+
+    def figures() -> tuple[object, ...]:
+        found = row.figures or row.take_figures()
+        return found.total, found.pool, *astuple(found.speed), *astuple(found.work)
+
+    for change in (
+        lambda: row.set_slots(5, 5, 0),
+        lambda: row.set_slots(4, 4, 1),
+        lambda: row.set_speed(200.0, 0.2, 0.02),
+        lambda: row.set_learnt(1, 1.0, measured=not row.measured),
+        lambda: row.set_penalty(5.0),
+        lambda: row.set_penalty(0.0, wake=5.0),
+        lambda: row.set_pool(9000, 0),
+        lambda: row.set_pool(8000, 70),
+        sim.placed,
+        lambda: row.prefill_done(placement, 0.5),
+        lambda: sim.finish(placement, 0.5),
+    ):
+        before = figures()
+        change()
+        assert figures() != before
+
+
+@each_case(
+    ("completion", "cached", "cost"),
+    [(30, {}, 2.0 + 3.0), (10, {0: 150.0}, 0.5 + 1.0), (10, {0: 200.0}, 0.01 + 1.0)],
+)
+def test_on_an_idle_node_the_cost_is_decoding_and_what_of_the_prompt_is_not_cached(
+    completion: int, cached: dict[int, float], cost: float
+) -> None:
+    """Of a prompt that is cached as a whole one token is read."""
+    sim = QueueSimulation((2,))
+    sim.rows[0].set_speed(100.0, 0.1, 0.05)
+    queued = sim.request(prompt_tokens=200, completion_tokens=completion, cached=cached)
+    assert row_cost(sim.rows[0], queued, 0.0) == pytest.approx(cost)
+
+
+def test_a_neighbour_adds_its_own_delay_and_the_one_it_causes() -> None:
+    sim = QueueSimulation((2,))
+    row = sim.rows[0]
+    row.set_speed(100.0, 0.1, 0.05)
+    first = sim.placed(prompt_tokens=100, completion_tokens=40)
+    assert (first.prefill_ends, first.ends) == pytest.approx((1.0, 5.0))
+    queued = sim.request(prompt_tokens=200, completion_tokens=10)
+    delay, prefill, decoding = 1.0, 2.0, 10 * 0.15
+    stall, slowdown = 2.0, 5.0 * 0.05 / 0.1
+    assert row_cost(row, queued, 0.0) == pytest.approx(
+        delay + prefill + decoding + stall + slowdown
+    )
+
+
+@each_case("seed", range(5))
+def test_numpy_and_the_loop_choose_rows_of_the_same_cost(seed: int) -> None:
     rng = random.Random(seed)
-    sim = QueueSimulation((2, 2, 1), seed=seed, speeds=(600.0, 250.0, 100.0))
-    arrivals = []
-    for _ in range(80):
-        at = rng.uniform(0, 100)
-        queued = sim.request(
-            received_at=at,
-            priority=rng.choice(list(Priority)),
-            fairness_key=rng.choice("abcdef"),
-            slots=rng.choice([1, 1, 1, 2]),
-            prompt_tokens=rng.expovariate(1 / 1500),
-            completion_tokens=rng.expovariate(1 / 100),
-            cached={rng.randrange(3): rng.uniform(0, 2000)},
-            pending={rng.randrange(3): rng.uniform(0, 2000)},
-        )
-        arrivals.append((at, queued))
-    assert len(sim.play(arrivals, lengths=lengths)) == len(arrivals)
-    assert not sim.running
-    assert all(row.ours == 0 for row in sim.rows)
+    sim = QueueSimulation((2,) * 90)
+    for row in sim.rows:
+        speed = rng.uniform(50, 900)
+        row.set_speed(speed, 10 / speed, rng.choice([0.0, 1 / speed]))
+        row.set_penalty(rng.choice([0.0, 0.0, rng.random()]))
+    columns = CostColumns(sim.state)
+    for i in range(120):
+        now = 0.1 * i
+        cached = {rng.randrange(90): rng.uniform(0, 900) for _ in range(rng.choice([0, 3, 40]))}
+        queued = sim.request(prompt_tokens=rng.uniform(10, 900), cached=cached, penalties={5: 1.0})
+        room = [row for row in sim.candidates.rows if row.free >= 1]
+        chosen = columns.least_finish(sim.candidates, queued, now, rng)
+        assert row_cost(chosen, queued, now) == pytest.approx(min(row_costs(room, queued, now)))
+        placement = sim.dispatcher.place(queued, now)
+        if placement is not None:
+            sim.running.append(placement)
+        if rng.random() < 0.4 and sim.running:
+            sim.finish(rng.choice(sim.running), now)

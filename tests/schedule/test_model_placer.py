@@ -5,17 +5,27 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from gateway.nodes.lifecycle import ProbeAnswer
-from gateway.nodes.node import NodeState
+from gateway.config.scheduling import ModelPlacementSettings, ModelRule, ReplicaSettings
 from gateway.nodes.router import LoadPhase
+from gateway.schedule.core.model_placement import (
+    Instance,
+    InstanceUsage,
+    LoadAction,
+    ModelDemand,
+    ModelPlacementPolicy,
+    RouterNode,
+)
+from tests.each_case import each_case
 from tests.emulator.recorded_router import RecordedRouter
 from tests.gateways import Running, running_gateway, until
+from tests.known import known
 from tests.virtual import in_virtual_time
 
 CHAT = "/v1/chat/completions"
@@ -25,10 +35,7 @@ QUICK: dict[str, Any] = {"model_placement": {"hysteresis": 1}}
 
 @asynccontextmanager
 async def placed(
-    folder: Path,
-    *routers: RecordedRouter,
-    settings: Mapping[str, Any] = QUICK,
-    **node: Any,
+    folder: Path, *routers: RecordedRouter, settings: Mapping[str, Any] = QUICK, **node: Any
 ) -> AsyncIterator[Running]:
     """A gateway over these routers, `r1` and so on."""
     async with AsyncExitStack() as stack:
@@ -56,8 +63,7 @@ async def ask(running: Running, model: str, tokens: int = 20, **more: Any) -> ht
 
 
 def phase(running: Running, name: str) -> LoadPhase:
-    load = running.gateway.fleet.nodes[name].load
-    assert load is not None
+    load = known(running.gateway.fleet.nodes[name].load)
     return load.phase
 
 
@@ -69,13 +75,6 @@ async def test_a_model_is_loaded_once_for_all_that_wait_for_it(tmp_path: Path) -
         assert [answer.status_code for answer in answers] == [200, 200]
         assert one.asked[LOAD] + other.asked[LOAD] == 1
         assert one.asked[UNLOAD] + other.asked[UNLOAD] == 0
-
-
-@in_virtual_time
-async def test_a_rule_may_name_a_model_by_any_of_its_public_names(tmp_path: Path) -> None:
-    rules = {**QUICK, "models": {"y": {"replicas": {"min": 1}}}}
-    async with placed(tmp_path, router(), settings=rules, model={"x": "a", "y": "a"}) as running:
-        await until(lambda: phase(running, "r1/a") is LoadPhase.READY, 30.0)
 
 
 @in_virtual_time
@@ -115,25 +114,6 @@ async def test_a_model_that_no_node_loads_is_answered_with_the_reason(tmp_path: 
 
 
 @in_virtual_time
-async def test_a_model_without_room_beside_what_is_pinned_is_answered_with_the_reason(
-    tmp_path: Path,
-) -> None:
-    settings = {**QUICK, "retries": {"wait_for_node": 5}}
-    async with placed(tmp_path, router(), settings=settings) as running:
-        fleet = running.gateway.fleet
-        fleet.pin_model(fleet.nodes["r1/b"], pinned=True)
-        await until(lambda: phase(running, "r1/b") is LoadPhase.READY, 30.0)
-        began = running.gateway.clock()
-        refused = await ask(running, "a")
-        assert 5.0 <= running.gateway.clock() - began < 8.0
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_node")
-        assert "r1 holds 1 models at most" in refused.json()["error"]["message"]
-        assert "Unpin or unload another one" in refused.json()["error"]["message"]
-        fleet.pin_model(fleet.nodes["r1/b"], pinned=False)
-        assert (await ask(running, "a")).status_code == 200
-
-
-@in_virtual_time
 async def test_a_load_that_failed_once_is_waited_for(tmp_path: Path) -> None:
     one = router()
     async with placed(tmp_path, one) as running:
@@ -154,88 +134,10 @@ async def test_a_lost_command_and_a_full_router_are_no_failures_of_the_model(
         asked = asyncio.create_task(ask(running, "a"))
         await asyncio.sleep(7.0)
         assert 2 <= one.asked[LOAD] <= 10  # One whose connection breaks is sent twice.
-        load = running.gateway.fleet.nodes["r1/a"].load
-        assert load is not None
+        load = known(running.gateway.fleet.nodes["r1/a"].load)
         assert (load.phase, load.failures) == (LoadPhase.UNLOADED, 0)
         one.told.clear()
         assert (await asked).status_code == 200
-
-
-@in_virtual_time
-async def test_a_router_that_ends_under_a_command_has_failed_nothing(tmp_path: Path) -> None:
-    one = router(load_seconds=20.0)
-    async with placed(tmp_path, one) as running:
-        asked = asyncio.create_task(ask(running, "a"))
-        await until(lambda: phase(running, "r1/a") is LoadPhase.LOADING)
-        await asyncio.sleep(3.0)
-        await one.kill()
-        await asyncio.sleep(8.0)
-        async with router(port=one.port) as back:
-            assert (await asked).status_code == 200
-            assert back.models["a"].loads == 1
-        load = running.gateway.fleet.nodes["r1/a"].load
-        assert load is not None
-        assert load.failures == 0
-
-
-@in_virtual_time
-async def test_a_model_whose_server_hangs_gets_no_new_requests_and_is_loaded_elsewhere(
-    tmp_path: Path,
-) -> None:
-    one, other = router(), router()
-    async with placed(tmp_path, one, other) as running:
-        node = (await ask(running, "a")).headers["x-gateway-node"]
-        hung = one if node == "r1/a" else other
-        hung.models["a"].node.faults.set("hang", path="*")
-        caught = asyncio.create_task(ask(running, "a"))
-        nodes = running.gateway.fleet.nodes
-        await until(lambda: nodes[node].state is NodeState.MUTE, 10.0)
-        assert "no answer to /props" in nodes[node].reason
-        async with asyncio.timeout(10.0):
-            answer = await ask(running, "a")
-        assert answer.status_code == 200
-        assert answer.headers["x-gateway-node"] != node
-        caught.cancel()
-        await until(lambda: nodes[node].state is NodeState.DOWN, 90.0)
-        assert nodes[node.partition("/")[0]].state is NodeState.READY
-        await until(lambda: nodes[node].state is NodeState.UNLOADED, 30.0)
-        assert hung.asked[UNLOAD] == 1
-
-
-@in_virtual_time
-async def test_a_model_whose_server_hangs_since_an_outage_of_its_router_is_ended_as_well(
-    tmp_path: Path,
-) -> None:
-    one = router()
-    async with placed(tmp_path, one) as running:
-        assert (await ask(running, "a")).status_code == 200
-        fleet = running.gateway.fleet
-        one.models["a"].node.faults.set("hang", path="*")
-        for name in ("r1", "r1/a"):
-            refused = ProbeAnswer.CONNECTION_REFUSED
-            fleet.request_answered(fleet.nodes[name], refused, "nothing listened for a moment")
-            assert fleet.nodes[name].state is NodeState.DOWN
-        await until(lambda: fleet.nodes["r1/a"].state is NodeState.UNLOADED, 60.0)
-        assert fleet.nodes["r1"].state is NodeState.READY
-        assert one.asked[UNLOAD] == 1
-
-
-@in_virtual_time
-async def test_others_requests_are_waited_for_before_an_unload(tmp_path: Path) -> None:
-    one = router()
-    async with placed(tmp_path, one) as running:
-        assert (await ask(running, "a")).status_code == 200
-        await asyncio.sleep(2.0)
-        async with httpx.AsyncClient(base_url=one.url, trust_env=False, timeout=60) as client:
-            body = {"model": "a", "max_tokens": 1000, "ignore_eos": True, "messages": []}
-            theirs = asyncio.create_task(client.post(CHAT, json=body))
-            await asyncio.sleep(0.5)
-            ours = asyncio.create_task(ask(running, "b"))
-            await asyncio.sleep(5.0)
-            assert one.asked[UNLOAD] == 0
-            assert (await theirs).json()["usage"]["completion_tokens"] == 1000
-        assert (await ours).status_code == 200
-        assert one.asked[UNLOAD] == 1
 
 
 @in_virtual_time
@@ -255,14 +157,270 @@ async def test_after_a_hand_over_only_what_waits_here_is_loaded(tmp_path: Path) 
         assert phase(running, "r1/a") is LoadPhase.UNLOADED
 
 
-@in_virtual_time
-async def test_a_router_that_may_not_be_commanded_is_used_as_it_is(tmp_path: Path) -> None:
-    one = router()
-    settings = {**QUICK, "retries": {"wait_for_node": 5}}
-    async with placed(tmp_path, one, settings=settings, models_on_demand=False) as running:
-        began = running.gateway.clock()
-        assert (await ask(running, "a")).status_code == 503
-        assert running.gateway.clock() - began < 7.0
-        one._load_now("b")
-        assert (await ask(running, "b")).status_code == 200
-        assert one.asked[LOAD] == one.asked[UNLOAD] == 0
+GIB = 1 << 30
+
+
+@dataclass
+class Fleet:
+    """Routers whose loads and unloads end when the test says so."""
+
+    settings: ModelPlacementSettings = field(default_factory=ModelPlacementSettings)
+    models: Mapping[str, ModelRule] = field(default_factory=dict)
+    now: float = 1000.0
+
+    def __post_init__(self) -> None:
+        self.policy = ModelPlacementPolicy(self.settings, self.models)
+        self.instances: dict[tuple[str, str], Instance] = {}
+        self.usages: dict[tuple[str, str], InstanceUsage] = {}
+
+    def node(self, name: str, gib: int | None = None, host: str = "", **more: Any) -> None:
+        memory = None if gib is None else gib * GIB
+        self.policy.fleet.put_node(RouterNode(name, host or name, memory, **more))
+
+    def model(self, model: str, gib: int | None, *nodes: str, **more: Any) -> None:
+        memory = None if gib is None else gib * GIB
+        more = {"load_seconds": 10.0} | more
+        for node in nodes:
+            self._put(Instance(node, model, memory=memory, **more))
+
+    def change(self, node: str, model: str, **changes: Any) -> None:
+        self._put(replace(self.instances[node, model], **changes))
+
+    def ready(self, *pairs: tuple[str, str], since: float = 0.0) -> None:
+        for node, model in pairs:
+            self.change(node, model, phase=LoadPhase.READY, since=since)
+
+    def use(
+        self, node: str, model: str, leases: int = 0, busy: float = 0.0, last_used: float = 0.0
+    ) -> None:
+        self.usages[node, model] = InstanceUsage(leases, busy, last_used)
+
+    def ask(self, model: str, every: float, lasting: float = 900.0) -> None:
+        """Callers have asked for a model so often, up to now."""
+        for place in range(int(lasting / every)):
+            self.policy.rates.note(model, self.now - lasting + place * every)
+
+    def look(self, *demands: ModelDemand) -> list[tuple[str, str, str]]:
+        """Decide, and begin what was decided on."""
+        return self.follow(
+            self.policy.decide(
+                demands,
+                lambda one: self.usages.get((one.node, one.model), InstanceUsage()),
+                self.now,
+            )
+        )
+
+    def follow(self, actions: list[LoadAction]) -> list[tuple[str, str, str]]:
+        phases = {
+            "load": LoadPhase.LOADING,
+            "retire": LoadPhase.RETIRING,
+            "keep": LoadPhase.READY,
+            "unload": LoadPhase.UNLOADING,
+        }
+        for action in actions:
+            self.change(action.node, action.model, phase=phases[action.verb], since=self.now)
+        return [action[:3] for action in actions]
+
+    def end(self, node: str, model: str) -> None:
+        """A load or an unload has ended."""
+        loading = self.instances[node, model].phase is LoadPhase.LOADING
+        phase = LoadPhase.READY if loading else LoadPhase.UNLOADED
+        self.change(node, model, phase=phase, since=self.now)
+
+    def _put(self, instance: Instance) -> None:
+        self.instances[instance.node, instance.model] = instance
+        self.policy.fleet.put(instance)
+
+
+def waiting(model: str, count: int = 1, each: float = 0.0, **more: Any) -> ModelDemand:
+    """So many requests wait, each since so long."""
+    return ModelDemand(model, count, count * each, each, **more)
+
+
+def rule(least: int = 0, most: int | None = None, **more: Any) -> ModelRule:
+    return ModelRule(replicas=ReplicaSettings(min=least, max=most), **more)
+
+
+def two_models_in_room_for_one(
+    models: Mapping[str, ModelRule] | None = None, **settings: Any
+) -> Fleet:
+    fleet = Fleet(ModelPlacementSettings(**settings), models or {})
+    fleet.node("r1", 10)
+    fleet.model("a", 8, "r1")
+    fleet.model("b", 8, "r1")
+    fleet.ready(("r1", "a"))
+    return fleet
+
+
+def test_a_model_that_nobody_asks_for_makes_room_at_once() -> None:
+    fleet = two_models_in_room_for_one()
+    assert fleet.look(waiting("b")) == [("unload", "r1", "a")]
+    assert fleet.look(waiting("b")) == []
+    fleet.end("r1", "a")
+    assert fleet.look(waiting("b")) == [("load", "r1", "b")]
+
+
+def test_an_instance_with_leases_is_retired_and_unloaded_only_when_they_have_ended() -> None:
+    fleet = two_models_in_room_for_one()
+    fleet.use("r1", "a", leases=1, busy=5.0)
+    assert fleet.look(waiting("b")) == [("retire", "r1", "a")]
+    assert fleet.look(waiting("b", each=1.0)) == []
+    fleet.use("r1", "a")
+    assert fleet.look(waiting("b", each=5.0)) == [("unload", "r1", "a")]
+    fleet.end("r1", "a")
+    assert fleet.look(waiting("b", each=6.0)) == [("load", "r1", "b")]
+
+
+def test_a_busy_model_keeps_its_place_until_the_others_have_waited_as_long_as_it_would_cost() -> (
+    None
+):
+    fleet = two_models_in_room_for_one()
+    fleet.ask("a", every=2.0)
+    assert fleet.look(waiting("b", each=1.0), waiting("a", 3, each=1.0)) == []
+    assert fleet.look(waiting("b", 10, each=12.0), waiting("a", 3, each=1.0)) == [
+        ("unload", "r1", "a")
+    ]
+
+
+def test_a_model_is_loaded_in_time_for_the_starvation_bound() -> None:
+    fleet = two_models_in_room_for_one(starvation=60.0)
+    fleet.ask("a", every=0.1)
+    assert fleet.look(waiting("b", each=47.0)) == []
+    assert fleet.look(waiting("b", each=48.0)) == [("unload", "r1", "a")]
+
+
+@each_case(
+    ("wait", "holders", "held"),
+    [
+        # Those who waited too long when it was loaded are served; some three have come since.
+        (90.0, waiting("a", 6, each=70.0), True),
+        (90.0, waiting("a", 2, each=70.0), False),
+        # A queue within its bound gives way to one past it, and rows hold no place.
+        (60.0, waiting("a", 50, each=40.0), False),
+        (90.0, waiting("a", 900, each=300.0, batch=True), False),
+    ],
+)
+def test_who_holds_the_place_of_a_model_that_was_loaded_a_while_ago(
+    wait: float, holders: ModelDemand, held: bool
+) -> None:
+    fleet = two_models_in_room_for_one(hysteresis=10.0)
+    fleet.ready(("r1", "a"), since=fleet.now - 30.0)
+    fleet.ask("a", every=10.0)
+    unloads = [] if held else [("unload", "r1", "a")]
+    assert fleet.look(waiting("b", 5, each=wait), holders) == unloads
+
+
+def test_a_queue_holds_the_place_of_its_model_for_twenty_loads_at_most() -> None:
+    fleet = two_models_in_room_for_one()
+    fleet.ready(("r1", "a"), since=fleet.now - 199.0)
+    assert fleet.look(waiting("b", each=90.0), waiting("a", 900, each=300.0)) == []
+    fleet.now += 1.0
+    assert fleet.look(waiting("b", each=90.0), waiting("a", 900, each=300.0)) == [
+        ("unload", "r1", "a")
+    ]
+
+
+def test_nodes_of_one_host_share_its_memory() -> None:
+    fleet = Fleet()
+    fleet.node("n0", 20, host="h")
+    fleet.node("n1", 20, host="h")
+    for name in ("a", "b"):
+        fleet.model(name, 12, "n0", "n1")
+    fleet.ready(("n0", "a"))
+    assert fleet.look(waiting("b")) == [("unload", "n0", "a")]
+
+
+def test_a_node_holds_no_more_models_than_its_limit() -> None:
+    fleet = Fleet()
+    fleet.node("r1", 100, most_loaded=1)
+    for name in ("a", "b"):
+        fleet.model(name, 1, "r1")
+    fleet.ready(("r1", "a"))
+    assert fleet.look(waiting("b")) == [("unload", "r1", "a")]
+
+
+def test_a_model_of_unknown_memory_is_first_loaded_alone() -> None:
+    fleet = Fleet()
+    fleet.node("r1", 100)
+    fleet.model("a", 8, "r1")
+    fleet.model("x", None, "r1")
+    fleet.ready(("r1", "a"))
+    assert fleet.look(waiting("x")) == [("unload", "r1", "a")]
+    fleet.end("r1", "a")
+    assert fleet.look(waiting("x")) == [("load", "r1", "x")]
+    fleet.end("r1", "x")
+    fleet.now += 20
+    assert fleet.look(waiting("a")) == [("unload", "r1", "x")]
+
+
+def test_a_model_larger_than_every_host_is_never_loaded() -> None:
+    fleet = two_models_in_room_for_one()
+    fleet.model("huge", 11, "r1")
+    assert fleet.look(waiting("huge", 9, each=100.0)) == []
+
+
+def test_a_failed_load_is_tried_elsewhere_and_there_only_when_it_is_due() -> None:
+    fleet = Fleet()
+    fleet.node("r1", 10)
+    fleet.node("r2", 10)
+    fleet.model("a", 8, "r1", load_seconds=1.0)
+    fleet.model("a", 8, "r2", load_seconds=20.0)
+    fleet.change("r1", "a", phase=LoadPhase.FAILED, retry_at=fleet.now + 30)
+    assert fleet.look(waiting("a")) == [("load", "r2", "a")]
+    fleet.change("r2", "a", phase=LoadPhase.FAILED, retry_at=fleet.now + 60)
+    assert fleet.look(waiting("a")) == []
+    fleet.now += 30
+    assert fleet.look(waiting("a")) == [("load", "r1", "a")]
+
+
+def test_a_pinned_model_is_loaded_and_stays() -> None:
+    fleet = two_models_in_room_for_one()
+    fleet.change("r1", "b", pinned=True)
+    assert fleet.look() == [("unload", "r1", "a")]
+    fleet.end("r1", "a")
+    assert fleet.look() == [("load", "r1", "b")]
+    fleet.end("r1", "b")
+    fleet.now += 100
+    assert fleet.look(waiting("a", 9, each=100.0)) == []
+
+
+def test_there_are_never_fewer_copies_than_the_least_nor_more_than_the_most() -> None:
+    fleet = Fleet(models={"a": rule(2, 2)})
+    for name in ("r1", "r2", "r3"):
+        fleet.node(name, 10)
+    fleet.model("a", 8, "r1", "r2", "r3")
+    assert [fleet.look()[0][0] for _ in range(2)] == ["load", "load"]
+    assert fleet.look(waiting("a", 50, each=30.0)) == []
+    fleet.ready(("r1", "a"), ("r2", "a"), ("r3", "a"))
+    fleet.use("r1", "a", last_used=5.0)
+    fleet.use("r2", "a", last_used=4.0)
+    fleet.use("r3", "a", last_used=6.0)
+    assert fleet.look() == [("unload", "r2", "a")]
+
+
+def test_an_idle_model_is_unloaded_after_the_time_of_its_rules() -> None:
+    fleet = two_models_in_room_for_one(models={"a": rule(idle_unload=60.0)})
+    fleet.use("r1", "a", last_used=fleet.now - 59)
+    assert fleet.look() == []
+    fleet.now += 1
+    assert fleet.look() == [("unload", "r1", "a")]
+
+
+def test_two_models_that_wait_are_not_promised_the_same_memory() -> None:
+    fleet = Fleet()
+    fleet.node("r1", 10)
+    fleet.model("a", 8, "r1")
+    fleet.model("b", 8, "r1")
+    assert len(fleet.look(waiting("a"), waiting("b"))) == 1
+
+
+def test_the_last_copy_of_a_model_in_much_use_stays_whatever_another_queue_would_save() -> None:
+    for every, left in ((1.0, True), (60.0, False)):
+        fleet = Fleet()
+        for name in ("r1", "r2"):
+            fleet.node(name, 10)
+        for model in ("a", "b"):
+            fleet.model(model, 8, "r1", "r2")
+        fleet.ready(("r1", "a"), ("r2", "b"))
+        fleet.ask("b", every)
+        assert (fleet.look(waiting("a", 60, each=5.0)) == []) is left

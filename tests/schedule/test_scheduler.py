@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import pytest
 import structlog
 
-from gateway import errors
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
-from gateway.lease import LeaseRequest
+from gateway.lease import NOTHING_TRIED, LeaseRequest, PromptKey, Tried
 from gateway.nodes.node import Node, NodeState
 from gateway.nodes.server_properties import ServerProperties
 from gateway.nodes.speed import sample_from_timings
+from gateway.schedule.candidates import NodeCandidates, with_context
+from gateway.schedule.core.requests import NodeSlots
 from gateway.schedule.scheduler import MOST_PLACED_BY_TOKENS, Scheduler
 from gateway.terms import Priority
-from tests.calls import count_calls
 from tests.each_case import each_case
+from tests.known import known
 from tests.lease_requests import learn
 from tests.nodes.build import Clock, learn_timings, take
 from tests.schedule.build import (
@@ -29,6 +31,7 @@ from tests.schedule.build import (
     lease_at_once,
     node,
     refused_by,
+    set_nodes,
     settle,
     start_lease,
     take_lease,
@@ -43,30 +46,19 @@ def refusal(task: asyncio.Task[Any]) -> GatewayError:
     return error
 
 
-async def test_a_retry_keeps_the_place_that_its_arrival_gave_it() -> None:
-    one = node(slots=1)
-    scheduler = a_scheduler(one)
+async def test_a_retry_keeps_the_place_of_its_arrival_and_no_arrival_passes_a_waiting_request() -> (
+    None
+):
+    scheduler = a_scheduler(node(slots=1))
     early = a_request()
     running = await start_lease(scheduler, a_request())
     late = await start_lease(scheduler, a_request())
     retry = await start_lease(scheduler, early, failed_on(), 1.0)
     running.result()[0].release()
-    await settle()
-    assert retry.done()
-    assert not late.done()
-
-
-async def test_an_arrival_does_not_pass_a_waiting_request() -> None:
-    one = node(slots=1)
-    scheduler = a_scheduler(one)
-    running = await start_lease(scheduler, a_request())
-    waiting = await start_lease(scheduler, a_request())
-    running.result()[0].release()
     # The slot is free but not yet given out.
     newcomer = asyncio.create_task(take_lease(scheduler, a_request()))
     await settle()
-    assert waiting.done()
-    assert not newcomer.done()
+    assert [task.done() for task in (retry, late, newcomer)] == [True, False, False]
 
 
 async def test_a_wide_request_is_not_starved_by_narrow_ones() -> None:
@@ -87,22 +79,6 @@ async def test_a_wide_request_is_not_starved_by_narrow_ones() -> None:
     wide.result()[0].release()
     await settle()
     assert [task.done() for task in narrow] == [True, True, False, False]
-
-
-async def test_when_a_wide_request_leaves_its_reserved_slots_are_free() -> None:
-    one = node(slots=2)
-    scheduler = a_scheduler(one)
-    running = [await start_lease(scheduler, a_request()) for _ in range(2)]
-    request = a_request(slots=2)
-    wide = await start_lease(scheduler, request)
-    narrow = await start_lease(scheduler, a_request())
-    running[0].result()[0].release()
-    await settle()
-    assert not narrow.done()
-    assert scheduler.refuse(request.id, errors.node_failed("cancelled"))
-    await settle()
-    assert refusal(wide).code == "node_failed"
-    assert narrow.done()
 
 
 def unprobed() -> Node:
@@ -130,12 +106,6 @@ async def test_what_no_node_serves_is_refused_with_a_reason_and_advice_to_wait_i
     assert error.retryable is (status != 501)
 
 
-async def test_only_a_node_that_is_wide_enough_gets_a_wide_request() -> None:
-    for _ in range(20):
-        scheduler = a_scheduler(node(slots=2), node("b", slots=3))
-        assert lease_at_once(scheduler, a_request(slots=3)).node.name == "b"
-
-
 async def test_a_list_of_models_means_the_first_that_can_serve() -> None:
     first, second = node("a", slots=1, models=("x",)), node("b", slots=1, models=("y",))
     scheduler = a_scheduler(first, second)
@@ -148,33 +118,6 @@ async def test_a_list_of_models_means_the_first_that_can_serve() -> None:
     scheduler.capacity_changed()
     await settle()
     assert waiting.result()[1] == "y"
-
-
-async def test_an_admitted_request_is_not_refused_by_a_full_queue() -> None:
-    failing, busy = node("a", slots=1), node("b", slots=1)
-    scheduler = a_scheduler(failing, busy, queue={"max": 0})
-    early = a_request()
-    held = take(busy)
-    task = await start_lease(scheduler, early, failed_on("a"))
-    assert not task.done()
-    held.release()
-    await settle()
-    assert task.result()[0].node is busy
-
-
-async def test_a_retry_that_goes_first_has_nobody_ahead() -> None:
-    clock = Clock()
-    one = node(clock=clock, slots=1)
-    scheduler = a_scheduler(one)
-    for _ in range(10):
-        scheduler.completion_rate.completed(scheduler.clock())
-        clock.passes(5.0)
-    early = a_request(time_limit=13.0)
-    await take_lease(scheduler, a_request())
-    for _ in range(5):
-        await start_lease(scheduler, a_request())
-    retry = await start_lease(scheduler, early, age=1.0)
-    assert not retry.done()
 
 
 @in_virtual_time
@@ -221,8 +164,7 @@ async def test_the_place_in_the_queue_is_told_by_the_requests_id() -> None:
     first, second = a_request(), a_request()
     tasks = [await start_lease(scheduler, request) for request in (first, second)]
     clock.passes(3.0)
-    place = scheduler.queue_position(second.id)
-    assert place is not None
+    place = known(scheduler.queue_position(second.id))
     assert (place.request_id, place.position, place.waited_seconds) == (second.id, 2, 3.0)
     assert scheduler.queue_position("unknown") is None
     running.result()[0].release()
@@ -230,35 +172,8 @@ async def test_the_place_in_the_queue_is_told_by_the_requests_id() -> None:
     assert tasks[0].done()
     scheduler.check_all()
     assert scheduler.queue_position(first.id) is None
-    place = scheduler.queue_position(second.id)
-    assert place is not None
+    place = known(scheduler.queue_position(second.id))
     assert place.position == 1
-
-
-@in_virtual_time
-async def test_a_node_on_trial_is_worth_the_ordinary_wait() -> None:
-    one = node(state=NodeState.EJECTED)
-    one.circuit.trial = object()
-    scheduler = a_scheduler(one, clock=now, retries={"wait_for_node": 0.05})
-    waiting = asyncio.create_task(take_lease(scheduler, a_request()))
-    await asyncio.sleep(0)
-    (waiter,) = scheduler.waiters
-    setattr(waiter, "nodes_down_since", now() - 1.0)  # noqa: B010 - mypy would not forget it
-    scheduler.check_all()
-    assert waiter.nodes_down_since is None
-    one.circuit.trial = None
-    with pytest.raises(GatewayError) as raised:
-        await waiting
-    assert raised.value.code == "no_node"
-
-
-@in_virtual_time
-async def test_when_no_node_returns_the_error_is_no_node() -> None:
-    scheduler = a_scheduler(node(state=NodeState.DOWN), clock=now, retries={"wait_for_node": 0.05})
-    with pytest.raises(GatewayError) as raised:
-        await take_lease(scheduler, a_request())
-    assert (raised.value.status, raised.value.code) == (503, "no_node")
-    assert raised.value.retry_after
 
 
 async def test_a_mute_node_is_worth_the_ordinary_wait() -> None:
@@ -278,49 +193,14 @@ async def test_a_mute_node_is_worth_the_ordinary_wait() -> None:
     assert refusal(task).code == "no_node"
 
 
-@pytest.mark.parametrize("state", [NodeState.DRAINING, NodeState.DOWN])
-async def test_a_node_that_is_removed_meanwhile_is_not_used(state: NodeState) -> None:
-    busy, other = node("a", slots=1), node("b", slots=1)
-    scheduler = a_scheduler(busy, other)
-    leases = [await take_lease(scheduler, a_request()) for _ in range(2)]
-    task = await start_lease(scheduler, a_request())
-    by_node = {lease.node.name: lease for lease, _ in leases}
-    busy.state = state
-    by_node["a"].release()
-    await settle()
-    assert not task.done()
-    by_node["b"].release()
-    await settle()
-    assert task.result()[0].node is other
-
-
 async def test_when_the_last_node_is_removed_waiting_requests_are_refused() -> None:
-    one, other = node("a", slots=1), node("b", models=("other",))
-    scheduler = a_scheduler(one, other)
+    scheduler = a_scheduler(node("a", slots=1), node("b", models=("other",)))
     await take_lease(scheduler, a_request())
     task = await start_lease(scheduler, a_request())
-    del scheduler.fleet.nodes["a"]
-    one.removed = True
-    scheduler.fleet.model_index.set_nodes([other])
+    set_nodes(scheduler, scheduler.fleet.nodes["b"])
     scheduler.check_all()
     await settle()
     assert refusal(task).code == "model_not_found"
-
-
-async def test_the_only_node_is_tried_again() -> None:
-    scheduler = a_scheduler(node("a"))
-    lease, _ = await take_lease(scheduler, a_request(), failed_on("a"))
-    assert lease.node.name == "a"
-
-
-async def test_a_node_that_refused_the_request_is_not_tried_again() -> None:
-    scheduler = a_scheduler(node("a"), node("b"))
-    for _ in range(20):
-        lease, _ = await take_lease(scheduler, a_request(), refused_by("a"))
-        assert lease.node.name == "b"
-        lease.release()
-    task = await start_lease(scheduler, a_request(), refused_by("a", "b"))
-    assert refusal(task).status == 502
 
 
 async def test_a_request_that_leaves_the_queue_leaves_nothing_behind() -> None:
@@ -378,39 +258,7 @@ async def test_after_close_nothing_waits_and_nothing_is_granted() -> None:
     assert scheduler._match_handle is None
 
 
-async def test_a_full_queue_is_matched_with_little_work() -> None:
-    nodes = [node(f"n{i}", slots=2) for i in range(50)]
-    scheduler = a_scheduler(*nodes)
-    leases = [(await take_lease(scheduler, a_request()))[0] for _ in range(100)]
-    tasks = [await start_lease(scheduler, a_request(prompt_tokens=i)) for i in range(256)]
-
-    def free_all() -> None:
-        for lease in leases:
-            lease.release()
-            scheduler.match()
-
-    each = count_calls(free_all) / len(leases)
-    assert sum(task.done() for task in tasks) <= 100
-    assert each < 1_500, f"{each:.0f} calls for each slot that came free"
-
-
 # Any order of events.
-
-
-async def test_a_prefill_shorter_than_predicted_brings_the_expected_start_forward() -> None:
-    only = node(slots=1)
-    clock = Clock()
-    scheduler = a_scheduler(only, clock=clock)
-    long = a_request(prompt_tokens=100_000, exact_tokens=100_000, max_tokens=10, stream=True)
-    lease, _ = await take_lease(scheduler, long)
-    await start_lease(scheduler, a_request())
-    before = scheduler.queue_positions()[0].expected_seconds
-    assert before is not None
-    clock.now += 1.0
-    lease.content_received(clock())
-    after = scheduler.queue_positions()[0].expected_seconds
-    assert after is not None
-    assert after < before
 
 
 async def test_a_prompt_that_cannot_be_read_in_time_is_refused_though_a_slot_is_free() -> None:
@@ -418,8 +266,7 @@ async def test_a_prompt_that_cannot_be_read_in_time_is_refused_though_a_slot_is_
     clock = Clock()
     scheduler = a_scheduler(only, clock=clock)
     late = a_request(prompt_tokens=3000, exact_tokens=3000, max_tokens=10, time_limit=0.5)
-    unmeasured = scheduler.lease_now(late)
-    assert unmeasured is not None
+    unmeasured = known(scheduler.lease_now(late))
     scheduler.release_unused(unmeasured.id)
     learn_timings(
         only.speed, {"prompt_n": 3000, "prompt_ms": 30_000.0, "predicted_n": 9, "predicted_ms": 9}
@@ -432,31 +279,6 @@ async def test_a_prompt_that_cannot_be_read_in_time_is_refused_though_a_slot_is_
     assert refused.value.retry_after is not None
     patient = a_request(prompt_tokens=3000, exact_tokens=3000, max_tokens=10, time_limit=60.0)
     assert scheduler.lease_now(patient) is not None
-
-
-async def test_a_prompt_that_is_refused_for_its_deadline_reserves_nothing() -> None:
-    cpu, gpu = node("a", slots=1), node("b", slots=1, tier="gpu")
-    scheduler = a_scheduler(cpu, gpu, hybrid={"spill": {"share": 1, "after": 0}})
-    for one in (cpu, gpu):
-        learn_timings(
-            one.speed,
-            {"prompt_n": 3000, "prompt_ms": 30_000.0, "predicted_n": 9, "predicted_ms": 9},
-        )
-    scheduler.capacity_changed()
-    await take_lease(scheduler, a_request())
-    late = a_request(prompt_tokens=3000, exact_tokens=3000, max_tokens=10, time_limit=0.5)
-    with pytest.raises(GatewayError, match="Reading this prompt"):
-        scheduler.lease_now(late)
-    assert running_spills(scheduler) == 0
-    patient = a_request(prompt_tokens=3000, exact_tokens=3000, max_tokens=10, time_limit=600.0)
-    assert scheduler.lease_now(patient) is not None
-    assert running_spills(scheduler) == 1
-
-
-def running_spills(scheduler: Scheduler) -> object:
-    view = scheduler.tier_policy.view(scheduler.clock())["spill"]
-    assert isinstance(view, dict)
-    return view["running"]
 
 
 READ = {"prompt_n": 3000, "prompt_ms": 30_000.0}
@@ -508,25 +330,8 @@ async def test_a_burst_is_refused_by_prediction_only_with_measured_speeds(
         assert scheduler.dispatcher.waiting == 44, "one caller gets all places but a reserve"
 
 
-async def test_the_completion_rate_of_a_bursts_first_answers_refuses_nobody() -> None:
-    clock = Clock()
-    scheduler = a_scheduler(node(slots=4), clock=clock, queue={"max": 50, "max_wait": 120})
-    for _ in range(3):
-        scheduler.completion_rate.completed(clock())
-        clock.passes(20.0)
-    tasks = await start_burst(scheduler, 40)
-    assert not any(task.done() and task.exception() is not None for task in tasks)
-    scheduler.completion_rate.completed(clock())
-    late = await start_burst(scheduler, 2)
-    assert {refusal(task).code for task in late} <= {"queue_full", "queue_timeout"}
-
-
-def pooled(slots: int, context: int) -> Node:
-    return node(slots=slots, kv="shared", context=context)
-
-
 async def test_a_request_that_has_come_to_need_most_of_a_pool_is_not_passed_over() -> None:
-    scheduler = a_scheduler(pooled(slots=4, context=1000))
+    scheduler = a_scheduler(node(slots=4, kv="shared", context=1000))
 
     def learn_answers(tokens: int) -> None:
         for _ in range(40):
@@ -551,18 +356,14 @@ async def test_a_request_that_has_come_to_need_most_of_a_pool_is_not_passed_over
 
 
 async def test_one_turn_of_the_loop_matches_a_few_requests_by_tokens_and_the_next_others() -> None:
-    scheduler = a_scheduler(pooled(slots=32, context=3200))
-
-    def small() -> LeaseRequest:
-        return a_request(exact_tokens=60, max_tokens=20)
-
-    leases = [(await take_lease(scheduler, small()))[0] for _ in range(32)]
-    tasks = [await start_lease(scheduler, small()) for _ in range(32)]
+    scheduler = a_scheduler(node(slots=32, kv="shared", context=3200))
+    small: dict[str, Any] = {"exact_tokens": 60, "max_tokens": 20}
+    leases = [(await take_lease(scheduler, a_request(**small)))[0] for _ in range(32)]
+    tasks = [await start_lease(scheduler, a_request(**small)) for _ in range(32)]
     for lease in leases:
         lease.release()
     scheduler.match()
     assert scheduler.dispatcher.waiting == 32 - MOST_PLACED_BY_TOKENS
-    assert scheduler.lease_now(small()) is None
     await settle()
     assert all(task.done() for task in tasks)
 
@@ -571,36 +372,26 @@ async def test_one_turn_of_the_loop_matches_a_few_requests_by_tokens_and_the_nex
 
 
 def test_a_request_on_a_node_that_has_left_is_settled_with_its_caller() -> None:
-    scheduler = a_scheduler(node("a"), node("b"))
+    scheduler = a_scheduler(node())
     record = lease_at_once(scheduler, a_request())
-    del scheduler.fleet.nodes[record.node.name]
-    scheduler.fleet.model_index.set_nodes(scheduler.fleet.nodes.values())
-    scheduler.capacity_changed()
-    payer = record.placement.payer
-    assert payer is not None
+    set_nodes(scheduler)
+    payer = known(record.placement.payer)
     record.release()
     scheduler.demand_model.abandoned(record.placement, refund=True)
     assert (payer.running, payer.counter) == (0, 0.0)
 
 
 def test_the_expected_prefill_is_that_of_a_node_whose_speed_is_known() -> None:
-    clock = Clock()
-    only = node(state=NodeState.READY)
-    scheduler = a_scheduler(only, clock=clock)
+    only = node()
+    scheduler = a_scheduler(only)
     request = a_request(exact_tokens=500, prompt_tokens=500)
-    first = scheduler.lease_now(request)
-    assert first is not None
-    assert first.reading.seconds is None
-    assert first.reading.grace == 4 * 500 / 25.0
-    learn_timings(
-        only.speed, {"prompt_n": 3000, "prompt_ms": 30_000.0, "predicted_n": 9, "predicted_ms": 9}
-    )
+    first = known(scheduler.lease_now(request))
+    assert (first.reading.seconds, first.reading.grace) == (None, 4 * 500 / 25.0)
+    learn_timings(only.speed, READ | WROTE)
     scheduler.release_unused(first.id)
     scheduler.fleet.refresh_state(only)
-    second = scheduler.lease_now(request)
-    assert second is not None
-    assert second.reading.seconds is not None
-    assert 4.0 < second.reading.seconds < 6.0
+    second = known(scheduler.lease_now(request))
+    assert 4.0 < known(second.reading.seconds) < 6.0
     assert 16.0 < second.reading.grace < 24.0
 
 
@@ -608,8 +399,7 @@ def test_only_a_llama_cpp_server_is_asked_for_a_stream_to_assemble() -> None:
     for kind, streams in (("llama.cpp", True), ("openai", False)):
         one = node(kind=kind)
         one.properties = ServerProperties(models=("demo",))
-        granted = a_scheduler(one).lease_now(a_request(may_assemble=True))
-        assert granted is not None
+        granted = known(a_scheduler(one).lease_now(a_request(may_assemble=True)))
         assert granted.stream is streams
 
 
@@ -624,3 +414,170 @@ def test_another_word_of_policy_means_least_finish_and_warns() -> None:
         ("policy", "round_robin"),
         ("policy", "prefix_hash"),
     ]
+
+
+def find_candidates(
+    request: LeaseRequest, *nodes: Node, tried: Tried = NOTHING_TRIED
+) -> NodeCandidates:
+    scheduler = a_scheduler(*nodes)
+    return scheduler.fleet_sync.find(request, tried)
+
+
+def test_a_node_with_too_small_a_context_is_excluded_while_another_fits() -> None:
+    small, large, silent = node("a", context=512), node("b", context=4096), node("c")
+    request = a_request(prompt_tokens=1000)
+    assert with_context([small, large, silent], 1000) == [large, silent]
+    assert with_context([small, node("d", context=700)], 1000)[0].name == "d"
+    assert with_context([small, large], 4096) == [large]
+    (group,) = find_candidates(request, small, large, silent).groups
+    assert [row.name for row in group[0].rows] == ["a", "b", "c"]
+    assert find_candidates(request, small, large, silent).excluded == {0}
+
+
+def test_after_a_failure_the_node_is_avoided_and_its_hosts_others_penalised() -> None:
+    one, same, other = node("a", host="x"), node("b", host="x"), node("c", host="y")
+    found = find_candidates(a_request(), one, same, other, tried=failed_on("a"))
+    assert found.failed == {0}
+    assert set(found.penalties) == {1}
+    assert found.excluded == frozenset()
+
+
+def test_only_a_node_of_the_same_kind_resumes_a_stream() -> None:
+    same, updated, other = node("a"), node("b"), node("c")
+    for one, build, file in ((same, "b1", "x"), (updated, "b2", "x"), (other, "b1", "y")):
+        one.properties.build, one.properties.file = build, file
+    request = a_request(resume_key=same.properties.resume_key())
+    assert find_candidates(request, same, updated, other).excluded == {1, 2}
+    with pytest.raises(GatewayError) as refused:
+        find_candidates(request, same, updated, other, tried=refused_by("a"))
+    assert refused.value.code == "node_failed"
+    assert find_candidates(a_request(), same, updated, other).excluded == ()
+
+
+def test_a_pool_has_candidate_sets_of_its_own() -> None:
+    one, two = node("a", labels={"side": "left"}), node("b", labels={"side": "right"})
+    scheduler = a_scheduler(one, two)
+    finder = scheduler.fleet_sync
+    for labels, rows in (
+        ((("side", "left"),), ["a"]),
+        ((("side", "right"),), ["b"]),
+        ((), ["a", "b"]),
+    ):
+        for tried in (NOTHING_TRIED, failed_on("a")):
+            found = finder.find(a_request(node_labels=labels), tried)
+            (group,) = found.groups
+            assert [row.name for candidates in group for row in candidates.rows] == rows
+            assert not found.excluded
+
+
+# The rows show the nodes as they are, whatever happens to them.
+
+
+def row_of(scheduler: Scheduler, name: str = "a") -> NodeSlots:
+    return scheduler.dispatcher.placement_state.by_name[name]
+
+
+def check_rows(scheduler: Scheduler) -> None:
+    """Each row has the free slots of its node."""
+    now = scheduler.clock()
+    for one in scheduler.fleet.nodes.values():
+        row = row_of(scheduler, one.name)
+        assert (row.free, row.total) == (one.free_slots(now), one.slots_total)
+
+
+def half_open(one: Node) -> Node:
+    """Let the time of its ejection pass."""
+    for _ in range(one.settings.health.failures):
+        one.circuit.record_failure(one.clock())
+    one.state, one.circuit.open_until = NodeState.EJECTED, one.clock() - 1.0
+    return one
+
+
+@pytest.mark.parametrize("nodes", [3, 100])
+async def test_the_first_request_after_an_ejection_is_the_trial_though_others_are_idle(
+    nodes: int,
+) -> None:
+    one = half_open(node(slots=3))
+    scheduler = a_scheduler(one, *(node(f"b{n}") for n in range(nodes)))
+    trial, _ = await take_lease(scheduler, a_request())
+    assert (trial.node, trial.trial) == (one, True)
+    assert row_of(scheduler).penalty > 0
+    other, _ = await take_lease(scheduler, a_request())
+    assert other.node is not one
+    scheduler.fleet.request_succeeded(one, one.clock(), trial.taken_at)
+    trial.release()
+    assert (one.state, row_of(scheduler).penalty) == (NodeState.READY, 0)
+
+
+async def test_a_request_is_no_trial_where_it_would_end_much_later() -> None:
+    slow, fast = half_open(node()), node("b")
+    scheduler = a_scheduler(slow, fast)
+    for one, ms in ((slow, 1000.0), (fast, 10.0)):
+        timings = {"prompt_n": 100, "prompt_ms": 100, "predicted_n": 100, "predicted_ms": 100 * ms}
+        for _ in range(20):
+            scheduler.fleet.learn_speed(one, sample_from_timings(timings))
+        scheduler.fleet_sync.node_changed(one)
+    lease, _ = await take_lease(scheduler, a_request(max_tokens=20))
+    assert lease.node is fast
+    short, _ = await take_lease(scheduler, a_request(max_tokens=2))
+    assert (short.node, short.trial) == (slow, True)
+
+
+# Nodes that are added and removed.
+
+
+def test_a_placement_that_the_node_cannot_take_is_not_granted() -> None:
+    one = node(slots=1)
+    scheduler = a_scheduler(one)
+    take(one)  # the placement state does not know of it
+    assert row_of(scheduler).free == 1
+    assert scheduler.lease_now(a_request()) is None
+    check_rows(scheduler)
+    assert one.leased == 1
+
+
+async def test_leases_of_a_removed_node_end_there_though_its_index_is_reused() -> None:
+    nodes = [node(name, slots=1) for name in "abc"]
+    scheduler = a_scheduler(*nodes)
+    leases = [(await take_lease(scheduler, a_request()))[0] for _ in nodes]
+    (first,) = [lease for lease in leases if lease.node.name == "a"]
+    prompt = PromptKey((1, 2), 100.0)
+    scheduler.prompt_cache.request_placed(row_of(scheduler, "a").index, prompt)
+    set_nodes(scheduler, *nodes[1:], node("d", slots=1))
+    assert "a" not in scheduler.dispatcher.placement_state.by_name
+    fresh, _ = await take_lease(scheduler, a_request())
+    assert fresh.node.name == "d"
+    first.release()
+    check_rows(scheduler)
+    assert scheduler.lease_now(a_request()) is None
+    for lease in (*leases, fresh):
+        lease.release()
+    check_rows(scheduler)
+
+
+def test_the_cached_prompts_go_with_the_server() -> None:
+    one = node()
+    one.indexed_models = one.public_models
+    scheduler = a_scheduler(one)
+    index, memory = row_of(scheduler).index, scheduler.prompt_cache
+    numbers = itertools.count()
+
+    def remembers() -> bool:
+        prompt = PromptKey((next(numbers), next(numbers)), 100.0)
+        memory.request_placed(index, prompt)
+        memory.request_finished(index, prompt, 100, 0, 5)
+        return index in memory.lookup(PromptKey(prompt.blocks, 100.0)).cached
+
+    assert remembers()
+    kept = PromptKey((100, 101), 50.0)
+    memory.request_placed(index, kept)
+    memory.request_finished(index, kept, 50, 0, 5)
+    scheduler.fleet_sync.node_changed(one)
+    assert memory.lookup(PromptKey(kept.blocks, 50.0)).cached
+    one.probe_history.up = False
+    scheduler.fleet_sync.node_changed(one)
+    assert not memory.lookup(PromptKey(kept.blocks, 50.0)).cached
+    assert not remembers()
+    one.probe_history.up = True
+    scheduler.fleet_sync.node_changed(one)
+    assert remembers()

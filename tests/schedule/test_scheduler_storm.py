@@ -18,7 +18,7 @@ from gateway.schedule.admission import Waiter
 from gateway.schedule.scheduler import LeaseRecord, Scheduler
 from gateway.terms import Priority
 from tests.nodes.build import Clock, learn_timings
-from tests.schedule.build import a_request, a_scheduler, node, settle, take_record
+from tests.schedule.build import a_request, a_scheduler, node, set_nodes, settle, take_record
 from tests.virtual import VirtualLoop
 
 SLOTS = {"a": 1, "b": 2, "c": 4}
@@ -117,14 +117,12 @@ class World:
 
     def inventory(self, number: int) -> None:
         """Remove a node, or bring it back."""
-        name, fleet = "abc"[number % 3], self.scheduler.fleet
-        if name in fleet.nodes and len(fleet.nodes) > 1:
-            fleet.nodes.pop(name).removed = True
-        elif name not in fleet.nodes:
-            fleet.nodes[name] = self.nodes[name]
-            self.nodes[name].removed = False
-        fleet.model_index.set_nodes(fleet.nodes.values())
-        self.scheduler.capacity_changed()
+        name, kept = "abc"[number % 3], dict(self.scheduler.fleet.nodes)
+        if name not in kept:
+            kept[name] = self.nodes[name]
+        elif len(kept) > 1:
+            del kept[name]
+        set_nodes(self.scheduler, *kept.values())
 
     def reload(self, number: int) -> None:
         self.scheduler.configure(
@@ -214,11 +212,9 @@ async def run(events: list[tuple[str, int]], seed: int) -> None:
         await world.settle()
         world.check()
     # Once all nodes are ready and all leases end, every waiting request has been served.
-    for name, one in nodes.items():
-        one.state, one.occupancy.foreign, one.removed = NodeState.READY, 0, False
-        scheduler.fleet.nodes[name] = one
-    scheduler.fleet.model_index.set_nodes(nodes.values())
-    scheduler.capacity_changed()
+    for one in nodes.values():
+        one.state, one.occupancy.foreign = NodeState.READY, 0
+    set_nodes(scheduler, *nodes.values())
     for _ in range(400):
         await world.settle()
         if not world.tasks and not world.running:

@@ -1,7 +1,11 @@
-"""Streams in any pieces, and the figures of one request. Whole exchanges: `test_session.py`."""
+"""Loads, prompts, streams and the figures of a request. Whole runs: `test_session.py`."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import time
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -9,13 +13,82 @@ import pytest
 from gateway.workshop.bench.exchange import (
     CHAT,
     MOST_EVENT_BYTES,
+    PROBE_WORDS,
+    Calibration,
     ExchangeError,
+    PromptWriter,
     RequestResult,
     StreamReader,
     is_finished,
-    message_of,
-    read_object,
 )
+from gateway.workshop.bench.load import TICK_SECONDS, LagMonitor
+from gateway.workshop.simulate.simulation import TracePrompt
+from tests.each_case import each_case
+from tests.transport.raw import Peer, raw_server
+from tests.workshop.bench.measuring import STREAM_HEAD, measure
+
+
+async def test_without_usage_words_are_taken_for_tokens_and_that_is_said() -> None:
+    seen: list[int] = []
+
+    async def answer(peer: Peer) -> None:
+        head, _, body = (await peer.request()).partition(b"\r\n\r\n")
+        if b"/chat/completions" in head:
+            seen.append(len(json.loads(body)["messages"][0]["content"].split()))
+            event = b'data: {"choices":[{"delta":{"content":"a"},"finish_reason":"stop"}]}\n\n'
+            await peer.say(STREAM_HEAD + event)
+        else:
+            await peer.say(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
+
+    async with raw_server(answer) as server:
+        report = await measure(f"http://127.0.0.1:{server.port}")
+    assert report.client["prompt_lengths_by"] == "guessed: one token a word"
+    assert seen[-4:] == [64] * 4
+    for note in ("sends no usage", "tells no token counts"):
+        assert any(note in one for one in report.notes)
+    assert any("names no model" in note for note in report.server.notes)
+
+
+def words(text: TracePrompt, seed: int = 1, calibration: Calibration | None = None) -> list[str]:
+    return PromptWriter(seed, calibration or Calibration()).write(text).split()
+
+
+def shared(one: list[str], other: list[str]) -> int:
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def test_a_prompt_has_as_many_words_as_the_calibration_says() -> None:
+    calibration = Calibration.of(6 + 2 * PROBE_WORDS, 6 + 4 * PROBE_WORDS)
+    assert (calibration.tokens_per_word, calibration.overhead) == (2.0, 6)
+    for tokens in (30, 180, 1000):
+        count = len(words(TracePrompt(1, tokens), calibration=calibration))
+        assert 6 + count * 2 == pytest.approx(tokens, abs=1)
+    assert len(words(TracePrompt(1, 1), calibration=calibration)) == 1
+
+
+def test_prompts_of_one_prefix_have_it_in_common_and_no_more() -> None:
+    one, other = words(TracePrompt(1, 200, 7, 150)), words(TracePrompt(2, 300, 7, 150))
+    assert 150 <= shared(one, other) < 155
+    assert shared(one, words(TracePrompt(1, 200, 8, 150))) < 5
+    # A prompt may be its prefix alone.
+    assert words(TracePrompt(1, 100, 7, 100)) == words(TracePrompt(2, 100, 7, 100))
+
+
+async def test_work_that_blocks_the_event_loop_is_seen_as_lag_and_cpu_time() -> None:
+    cpu = iter((10.0, 12.5))
+    monitor = LagMonitor(cpu_clock=lambda: next(cpu))
+    began = time.monotonic()
+    async with monitor.watching():
+        for _ in range(5):
+            await asyncio.sleep(TICK_SECONDS)
+            time.sleep(0.05)  # noqa: ASYNC251 - it blocks the event loop on purpose
+    seconds = time.monotonic() - began
+    found = monitor.figures([0.25], 3)
+    assert found.lag.p99 > 0.02
+    assert 2.5 / seconds <= found.cpu_share <= 2.5 / 0.25
+    assert (found.start_lag.p50, found.held_back) == (0.25, 3)
+
 
 EVENTS = b"".join(
     b'data: {"choices":[{"delta":{"content":"%b"}}]}\n\n' % word for word in (b"a", b"b", b"c")
@@ -29,22 +102,6 @@ def read(*pieces: bytes, most_events: int = 100) -> tuple[RequestResult, StreamR
     for number, piece in enumerate(pieces, start=1):
         reader.feed(piece, float(number))
     return result, reader
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 50, 1000])
-@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
-def test_pieces_of_any_size_are_the_same_events(size: int, line_end: bytes) -> None:
-    stream = (b":\n" + EVENTS + b"data: [DONE]\n\n").replace(b"\n", line_end)
-    result, reader = read(*(stream[at : at + size] for at in range(0, len(stream), size)))
-    assert result.events == 3
-    assert reader.is_done
-
-
-def test_an_event_of_several_lines_has_come_with_the_piece_that_ends_it() -> None:
-    whole = EVENTS.replace(b'{"choices":', b'{"choices":\ndata: ').split(b"\n\n")
-    result, _ = read(whole[0], b"\n", b"\n", whole[1] + b"\n\n", whole[2] + b"\n\n")
-    assert (result.first, result.last) == (3.0, 5.0)
-    assert result.longest_gap == 1.0
 
 
 @pytest.mark.parametrize(
@@ -83,13 +140,6 @@ def test_the_time_between_tokens_is_that_of_the_gaps_between_events() -> None:
         assert RequestResult(1, 0.0, first=1.0, last=1.0, events=events).inter_token is None
 
 
-def test_an_errors_words_are_found_and_bounded() -> None:
-    assert message_of(read_object(b'{"error":{"message":"full"}}')) == "full"
-    assert message_of(read_object(b'{"error":"full"}')) == "full"
-    assert message_of(read_object(b'{"error":[1]}')) == ""
-    assert len(message_of({"error": "x" * 10_000})) == 200
-
-
 def test_a_body_streams_and_own_fields_beat_ours() -> None:
     body = CHAT.body("m", "hello", 8, {"temperature": 1, "max_tokens": None, "x": [1]})
     messages = [{"role": "user", "content": "hello"}]
@@ -97,25 +147,22 @@ def test_a_body_streams_and_own_fields_beat_ours() -> None:
     assert "model" not in CHAT.body(None, "hello", 8, {})
 
 
-@pytest.mark.parametrize(
-    ("event", "has_content"),
+@each_case(
+    ("choices", "has_content"),
     [
-        ({"choices": [{"delta": {"content": "a"}}]}, True),
-        ({"choices": [{"delta": {"reasoning_content": "a"}}]}, True),
-        ({"choices": [{"delta": {"tool_calls": [{}]}}]}, True),
-        ({"choices": [{"delta": {"role": "assistant", "content": ""}}]}, False),
-        ({"choices": [{"delta": {"content": None}}]}, False),
-        ({"choices": []}, False),
-        ({"choices": {"delta": {"content": "a"}}}, False),
-        ({"choices": [["delta"]]}, False),
-        ({"choices": [{"delta": "content"}]}, False),
-        ({}, False),
+        ([{"delta": {"content": "a"}}], True),
+        ([{"delta": {"reasoning_content": "a"}}], True),
+        ([{"delta": {"tool_calls": [{}]}}], True),
+        ([{"delta": {"role": "assistant", "content": ""}}], False),
+        ([], False),
+        ({"delta": {"content": "a"}}, False),
+        ([["delta"]], False),
+        ([{"delta": "content"}], False),
     ],
 )
-def test_only_events_with_content_count(event: dict[str, Any], has_content: bool) -> None:
-    assert CHAT.has_content(event) is has_content
-    assert not is_finished(event)
-    assert not is_finished({"choices": [{"finish_reason": None}]})
+def test_only_events_with_content_count(choices: object, has_content: bool) -> None:
+    assert CHAT.has_content({"choices": choices}) is has_content
+    assert not is_finished({"choices": choices})
     assert is_finished({"choices": [{"finish_reason": "stop"}]})
 
 

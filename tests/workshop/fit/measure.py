@@ -1,12 +1,11 @@
 """Compares `llama-gateway fit` with real servers, and prints the tables of docs/fit.md.
 
-    python -m tests.workshop.fit.measure memory|told|speed|clock|rates
+    python -m tests.workshop.fit.measure memory|speed|clock|rates
 
 It writes models of more than 1 GB with random weights into a folder under /tmp, one at a time, and
-removes each. `memory` takes about ten minutes on two cores, the others two each. `told` compares
-what a server's own answers tell of its memory. `speed` and `rates` measure one core by the time
-that it worked, so that other work there matters little; `clock` measures all cores and needs an
-idle machine.
+removes each. `memory` takes about ten minutes on two cores, the others two each. `speed` and
+`rates` measure one core by the time that it worked, so that other work there matters little;
+`clock` measures all cores and needs an idle machine.
 """
 
 from __future__ import annotations
@@ -21,17 +20,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import numpy as np
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 
-from gateway.local.memory import Place, ServerSettings, server_memory
+from gateway.local.memory import Place, ServerSettings
 from gateway.local.topology import read_topology
-from gateway.nodes.server_properties import memory_told
 from gateway.workshop.fit import Machine, expected_speed, instruction_set, measure_bandwidth
 from tests.known import known
-from tests.servers import demo_model
 from tests.workshop.fit.random_models import Recipe, write
 from tests.workshop.fit.real_server import (
     TINY,
@@ -39,7 +35,6 @@ from tests.workshop.fit.real_server import (
     model_memory,
     process_memory,
     real_server,
-    repacked,
     shape_of,
 )
 
@@ -139,34 +134,6 @@ def memory(folder: Path) -> None:
         )
 
 
-def told(folder: Path) -> None:
-    """Print the memory by a server's own answers against that by the file, and resident memory."""
-    print("| model | slots x context | by its answers, MiB | by its file | resident | error |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for size in ("small", "medium"):
-        _print_told(f"demo, {size}", demo_model(size), 4096)
-    for recipe in (QUANTIZED, PLAIN, GROUPED, MIXTURE):
-        with _written(recipe, folder) as path:
-            _print_told(recipe.name, path, 1024)
-
-
-def _print_told(name: str, path: Path, context: int) -> None:
-    slots = 2
-    settings = ServerSettings(slots, context, repacked=repacked())
-    by_file = server_memory(shape_of(path), settings)
-    with real_server(path, slots=slots, context=context) as server:
-        server.fill()
-        resident = server.resident()
-        meta = httpx.get(f"{server.url}/v1/models").json()["data"][0]["meta"]
-    args = ("--parallel", str(slots), "--ctx-size", str(slots * context), "--ubatch-size", "256")
-    by_answers = memory_told(meta, args) or 0
-    print(
-        f"| {name} | {slots} x {context} | {by_answers / MIB:.0f} | {by_file.needed / MIB:.0f} | "
-        f"{resident / MIB:.0f} | {by_answers / (resident - by_file.mapped_twice) - 1:+.0%} |",
-        flush=True,
-    )
-
-
 def rates(folder: Path) -> None:
     """Print what one core takes up of each type of weights, with a model that fits the caches."""
     with _written(TINY, folder) as path, real_server(path, context=1024) as server:
@@ -258,7 +225,7 @@ def _written(recipe: Recipe, folder: Path) -> Iterator[Path]:
         path.unlink()
 
 
-MEASUREMENTS = {"memory": memory, "told": told, "rates": rates, "speed": speed, "clock": clock}
+MEASUREMENTS = {"memory": memory, "rates": rates, "speed": speed, "clock": clock}
 
 
 def main() -> None:

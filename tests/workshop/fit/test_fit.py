@@ -8,18 +8,10 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from gateway.local.gguf import ModelFile, ModelShape, read_model
-from gateway.local.memory import (
-    GIB,
-    MEMORY_RESERVE,
-    Place,
-    ServerSettings,
-    server_memory,
-    slot_bytes,
-)
+from gateway.local.memory import GIB, MEMORY_RESERVE, Place, ServerSettings, server_memory
 from gateway.local.topology import read_topology
 from gateway.workshop.fit import (
     INSTRUCTION_SETS,
-    LAYER_WAIT_SECONDS,
     MOST_SLOTS,
     QUANTIZATIONS,
     ExpectedSpeed,
@@ -27,7 +19,6 @@ from gateway.workshop.fit import (
     StreamError,
     expected_speed,
     fit,
-    instruction_set,
     largest_context,
     largest_slots,
     measure_bandwidth,
@@ -36,8 +27,7 @@ from gateway.workshop.fit import (
 from tests.known import known
 from tests.local.machine import make_machine
 from tests.local.small_models import MODELS, Published, types, weights, write_hollow
-from tests.workshop.fit.choosing import rows
-from tests.workshop.fit.shapes import LLAMA_8B, MISTRAL_7B, MIXTRAL
+from tests.workshop.fit.choosing import LLAMA_8B, MISTRAL_7B, MIXTRAL, rows
 
 MODEL = ModelFile(Path("m.gguf"), "m", 16 * GIB, 32_768, LLAMA_8B)
 SETTINGS = ServerSettings(2, 4096)
@@ -85,24 +75,6 @@ def test_the_most_slots_fit_and_no_more_do() -> None:
     assert largest_slots(LLAMA_8B, SETTINGS, 1 << 50) == MOST_SLOTS
 
 
-def test_smaller_quantisations_fit_where_larger_ones_do_not() -> None:
-    found = fit(MODEL, LLAMA_8B, SETTINGS, one(10 * GIB))
-    verdicts = [choice.fits for choice in found.choices]
-    assert verdicts == sorted(verdicts, reverse=True)
-    assert set(verdicts) == {True, False}
-    contexts = [choice.largest_context for choice in found.choices]
-    assert contexts == sorted(contexts, reverse=True)
-
-
-def test_speed_needs_the_bandwidth_and_servers_share_it() -> None:
-    place = Place("this machine", 1, 64 * GIB)
-    assert fit(MODEL, LLAMA_8B, SETTINGS, machine(place)).speed is None
-    alone = fit(MODEL, LLAMA_8B, SETTINGS, machine(place, bandwidth=50e9)).speed
-    halves = (place._replace(servers=2), place, place)
-    shared = fit(MODEL, LLAMA_8B, SETTINGS, machine(*halves, bandwidth=100e9)).speed
-    assert known(alone) == shared
-
-
 PUBLISHED = {  # bytes of files published under these names, as rounded on their pages
     "llama-3.1-8b": (
         LLAMA_8B,
@@ -134,14 +106,6 @@ def test_the_types_of_a_published_file_are_told_from_its_own_tensors(
     assert found.size == pytest.approx(weights(model), rel=0.02)
     if model.width % 256 == 0:
         assert Counter(Type(tensor.kind) for tensor in found.tensors) == types(model)
-
-
-def test_rows_that_no_block_divides_keep_sixteen_bits() -> None:
-    odd = replace(
-        LLAMA_8B.tensors[1], name="blk.0.attn_q.weight", shape=(100, 64), kind=int(Type.F32)
-    )
-    shape = replace(LLAMA_8B, tensors=(odd,))
-    assert {one.size for one in quantizations(shape).values()} == {2 * 6400}
 
 
 SPEED_SETTINGS = ServerSettings(1, 4096)
@@ -178,52 +142,12 @@ def test_a_token_reads_its_own_experts_alone() -> None:
     assert found.weight_bytes / 2 == pytest.approx(12.9e9, rel=0.03)
 
 
-def test_a_full_slot_is_slower_by_its_cache() -> None:
-    empty = speed(MISTRAL_7B, used=0)
-    full = speed(MISTRAL_7B, used=4096)
-    assert full.kv_bytes == slot_bytes(MISTRAL_7B, SPEED_SETTINGS)
-    assert 1 / full.decode - 1 / empty.decode == pytest.approx(full.kv_bytes / BANDWIDTH)
-    assert full.prefill < empty.prefill
-
-
-def test_threads_of_several_cores_wait_for_each_other_in_each_layer() -> None:
-    one, two = (speed(MISTRAL_7B, n, bandwidth=1e9) for n in (1, 2))
-    waited = 1 / two.decode - 1 / one.decode
-    assert waited == pytest.approx(len(MISTRAL_7B.layers) * LAYER_WAIT_SECONDS)
-    few = speed(MISTRAL_7B, 2)
-    assert few.limit == "cores"
-    assert few.decode < speed(MISTRAL_7B).decode
-
-
 def test_prefill_goes_by_cores_and_instructions_not_by_memory() -> None:
     two = speed(MISTRAL_7B, 2).prefill
     assert speed(MISTRAL_7B, 4).prefill == pytest.approx(2 * two)
     assert speed(MISTRAL_7B, 2, bandwidth=BANDWIDTH / 10).prefill == pytest.approx(two)
     amx = speed(MISTRAL_7B, 2, "AMX").prefill
     assert amx == pytest.approx(two * INSTRUCTION_SETS["AMX"].factor)
-
-
-@pytest.mark.parametrize(
-    ("flags", "name"),
-    [
-        ({"avx2", "avx512f", "avx512_vnni", "amx_int8"}, "AMX"),
-        ({"avx2", "avx512f"}, "AVX-512"),
-        ({"avx2"}, "AVX2"),
-        ({"asimd", "asimddp", "i8mm"}, "i8mm"),
-        ({"asimd", "asimddp"}, "dot product"),
-        ({"sse2"}, "none"),
-    ],
-)
-def test_the_best_instruction_set_counts(flags: set[str], name: str) -> None:
-    assert instruction_set(frozenset(flags)) == name
-
-
-def test_experts_with_few_tokens_of_a_batch_read_prompts_slower() -> None:
-    tokens = [16, 64, 256]
-    speeds = [speed(MIXTRAL, used=count).prefill for count in tokens]
-    assert speeds == sorted(speeds)
-    dense = [speed(MISTRAL_7B, used=count).prefill for count in tokens]
-    assert dense == sorted(dense, reverse=True)  # by attention alone
 
 
 def test_memory_is_read_at_a_plausible_speed() -> None:

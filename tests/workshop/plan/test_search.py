@@ -1,50 +1,46 @@
 from __future__ import annotations
 
-import math
 import random
-from dataclasses import replace
-from itertools import pairwise
-from statistics import fmean, pvariance
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 
+from gateway.config.errors import ConfigError
+from gateway.workshop.plan.answer import Deployment, PlanAnswer, break_even, compare_deployments
+from gateway.workshop.plan.catalogue import FleetPrice, NodeType, packaged_catalogue, read_catalogue
 from gateway.workshop.plan.search import (
     DIRECT,
-    LENGTHS_SCV,
     FleetOption,
     FleetPart,
     Goal,
-    OutOfTimeError,
     PlanQuestion,
     TimeLimit,
     Workload,
-    allen_cunneen,
     alone,
     erlang_c,
-    error_of_mean,
-    estimate,
     find_fleet,
     fleet_name,
+    from_trace,
     least_count,
-    least_that,
     make_trace,
     node_times,
-    why_impossible,
+    option_price,
 )
-from gateway.workshop.simulate.fleets import SimulatedModel, models_from_text, with_shares
+from gateway.workshop.simulate.fleets import models_from_text, with_shares
 from gateway.workshop.simulate.simulation import (
     Job,
     SimulatedMachine,
     SimulatedServer,
+    Trace,
     TracePrompt,
     build_trace,
-    random_length,
 )
 from tests.each_case import each_case
 from tests.known import known
 from tests.workshop.plan.accuracy import SHAPES, Shape, both
-from tests.workshop.plan.build import a_type, try_fleet
+from tests.workshop.plan.build import CPU, GPU, a_type, planned, try_fleet
 
 WORKLOAD = Workload(600, 100, 100)
 
@@ -65,48 +61,6 @@ def test_erlang_c_is_that_of_the_tables(servers: int, offered: float, probabilit
     assert erlang_c(servers, offered) == pytest.approx(probability, rel=1e-3)
 
 
-def test_allen_cunneen_is_exact_for_one_server() -> None:
-    # Pollaczek-Khinchine: wait = rho / (mu - lambda) (1 + Cs²) / 2.
-    assert allen_cunneen(0.8, 0.8, 1.0) == pytest.approx(4.0)
-    assert allen_cunneen(0.8, 0.8, 1.0, service_scv=0.0) == pytest.approx(2.0)
-    assert allen_cunneen(1.0, 1.0, 1.0) == math.inf
-
-
-@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
-def test_a_goal_is_a_positive_number_of_seconds(seconds: float) -> None:
-    with pytest.raises(ValueError, match="positive number of seconds"):
-        Goal(ttft_p95=seconds)
-    with pytest.raises(ValueError, match="positive number of seconds"):
-        Goal(completion_p95=seconds)
-
-
-def test_made_up_lengths_vary_as_the_estimate_takes_them_to() -> None:
-    rng = random.Random(1)
-    lengths = [random_length(rng, 1000) for _ in range(100_000)]
-    assert pvariance(lengths) / fmean(lengths) ** 2 == pytest.approx(LENGTHS_SCV, rel=0.02)
-
-
-def test_one_slot_is_the_queue_of_the_books() -> None:
-    times = node_times(machine(), 300, 100)
-    assert times.alone == times.full == pytest.approx(3.0 + 9.9)
-    arrivals = 0.6 * 3 * times.capacity
-    found = estimate(times, 3, arrivals)
-    assert found.waiting_share == erlang_c(3, arrivals * times.full)
-    assert found.completion == pytest.approx(found.wait + times.full)
-
-
-@pytest.mark.parametrize(("slots", "batch_cost"), [(16, 0.05), (4, 1.5)], ids=str)
-def test_a_node_that_is_not_full_is_faster_than_a_full_one(slots: int, batch_cost: float) -> None:
-    node_type = a_type(slots=slots, decode_tps=20, prefill_tps=500, batch_cost=batch_cost)
-    parts, limit = (FleetPart(node_type, 2),), TimeLimit(60.0)
-    times = node_times(node_type.machine("m"), 400, 200)
-    arrivals = 0.5 * 2 * times.capacity
-    workload = Workload(arrivals * 3600, 400, 200)
-    found = estimate(times, 2, arrivals, lengths_scv=workload.lengths_scv)
-    trial = try_fleet(parts, make_trace(workload, 1000, seed=1), limit, warm=True)
-    assert found.service == pytest.approx(trial.service, rel=0.1)
-
-
 def test_times_are_those_of_the_simulated_server() -> None:
     """A full node, kept full, ends as many requests as the formula says."""
     one = machine(slots=4, decode=40, prefill=600)
@@ -123,19 +77,6 @@ def test_times_are_those_of_the_simulated_server() -> None:
         ended += len(server.end_steps(now, now)[1])
     assert ended == 400
     assert ended / now == pytest.approx(times.capacity, rel=0.05)
-
-
-def test_more_nodes_wait_less_and_more_traffic_waits_more() -> None:
-    single, times = node_times(machine(1), 300, 100), node_times(machine(2), 300, 100)
-    assert single.capacity < times.capacity < 2 * single.capacity
-    waits = [estimate(times, nodes, 0.1).wait for nodes in (1, 2, 3, 8, 50)]
-    assert all(more < less for less, more in pairwise(waits))
-    waits = [estimate(times, 2, use * 2 * times.capacity).wait for use in (0.1, 0.5, 0.9, 0.99)]
-    assert all(less < more for less, more in pairwise(waits))
-    found = estimate(times, 1, times.capacity)
-    assert (found.utilisation, found.wait) == (1.0, math.inf)
-    assert found.waiting_share == pytest.approx(1.0)
-    assert estimate(times, 1, 0.0).wait == 0.0
 
 
 @pytest.mark.slow
@@ -166,58 +107,6 @@ def test_the_first_tenth_of_the_requests_is_not_counted_and_parts_share_the_rest
     assert trial.wait.mean > 0
 
 
-def test_a_backlog_grows_from_its_sample() -> None:
-    workload = Workload(1000, 100, 100, backlog_hours=5.0)
-    parts = (FleetPart(a_type(slots=2), 2),)
-    whole = try_fleet(parts, make_trace(workload, 1000, 1), TimeLimit(60.0), backlog=1000)
-    sample = try_fleet(parts, make_trace(workload, 250, 1), TimeLimit(60.0), backlog=1000)
-    assert sample.seconds == pytest.approx(whole.seconds, rel=0.1)
-    assert sample.completion.mean == pytest.approx(whole.completion.mean, rel=0.1)
-
-
-def test_the_error_of_a_mean_holds_the_true_mean() -> None:
-    rng = random.Random(5)
-    held = 0
-    for _ in range(200):
-        values = [rng.expovariate(1.0) for _ in range(400)]
-        held += abs(sum(values) / 400 - 1.0) <= error_of_mean(values)
-    assert 180 <= held <= 199
-    assert error_of_mean([1.0] * 39) == math.inf
-
-
-def test_trials_end_when_the_time_is_used_up() -> None:
-    now = [0.0]
-    told: list[tuple[str, float]] = []
-    limit = TimeLimit(10.0, clock=lambda: now[0], on_trial=lambda *trial: told.append(trial))
-    trace = make_trace(WORKLOAD, 100, seed=1)
-    try_fleet((FleetPart(a_type(), 2),), trace, limit)
-    now[0] = 10.0
-    with pytest.raises(OutOfTimeError, match="10 s for simulations are used up"):
-        try_fleet((FleetPart(a_type(), 3),), trace, limit)
-    assert told == [("2 x node", 0.0), ("3 x node", 1.0)]
-    assert limit.trials == 1
-
-
-@each_case("answer", [1, 2, 7, 31, 100])
-def test_the_least_number_is_found_in_few_steps(answer: int) -> None:
-    asked: list[int] = []
-
-    def holds(count: int) -> bool:
-        asked.append(count)
-        return count >= answer
-
-    assert least_that(holds, 1, 100) == answer
-    assert len(asked) <= 15
-    assert len(asked) == len(set(asked))
-    assert least_that(lambda count: False, 1, 100) is None
-
-
-def test_without_a_goal_the_use_decides() -> None:
-    assert least_count(a_type(), WORKLOAD, Goal()) == math.ceil(600 / 3600 * 10.9 / 0.8)
-    assert least_count(a_type(), WORKLOAD, Goal(most_use=1.0)) == 2
-    assert least_count(a_type(servers=2), WORKLOAD, Goal()) == 2
-
-
 def found_for(
     goal: Goal, workload: Workload = WORKLOAD, *, seconds: float = 120.0, **node: Any
 ) -> FleetOption:
@@ -246,30 +135,6 @@ def test_a_node_alone_is_the_fastest_fleet_and_what_an_earlier_turn_has_read_is_
     assert ttft < 1.0
 
 
-def test_an_impossible_goal_names_the_figure_and_by_how_much() -> None:
-    trace = make_trace(WORKLOAD, 1500, seed=1)
-    found = why_impossible(a_type(), trace, Goal(ttft_p95=1.0))
-    assert found.startswith("prefill_tps 100 makes a TTFT p95 of 2.")
-    assert "s above the goal of 1 s: it would take 2" in found
-    found = why_impossible(a_type(), trace, Goal(completion_p95=10.0))
-    assert found.startswith("decode_tps 10 and prefill_tps 100 make a completion p95 of ")
-    assert "times as fast" in found
-    assert why_impossible(a_type(), trace, Goal(ttft_p95=60.0)) == ""
-
-
-def test_nodes_that_load_models_are_as_much_faster_as_the_models_are_smaller() -> None:
-    half = replace(WORKLOAD, models=(SimulatedModel("a", 4 << 30, 4.0, 1.0),))
-    router = FleetPart(a_type(memory_gib=16.0), 1)
-    assert router.capacity(half) == pytest.approx(2 * router.capacity(WORKLOAD))
-    # A plain server's speeds are those of its own model.
-    plain = FleetPart(a_type(), 1)
-    assert plain.capacity(half) == plain.capacity(WORKLOAD)
-    jobs = make_trace(half, 100, 1).jobs
-    assert {one.model for one in jobs} == {"a"}
-    whole = alone(jobs, a_type(memory_gib=16.0))
-    assert alone(jobs, a_type(memory_gib=16.0), half.models) == tuple(one / 2 for one in whole)
-
-
 def test_what_is_too_large_or_too_late_to_be_simulated_is_estimated() -> None:
     huge = Workload(1e9, 100, 1000)
     found = found_for(Goal(), huge)
@@ -284,3 +149,145 @@ def test_what_is_too_large_or_too_late_to_be_simulated_is_estimated() -> None:
     found = found_for(Goal(ttft_p95=5.0), seconds=1e-9)
     assert found.trial is None
     assert found.why_estimated == "1e-09 s for simulations are used up"
+
+
+def test_the_busiest_hour_is_played() -> None:
+    workload = Workload(360, 300, 100, peak=2.0)
+    assert workload.arrivals == pytest.approx(0.2)
+    jobs = make_trace(workload, 5000, seed=1).jobs
+    assert len(jobs) / jobs[-1].time == pytest.approx(0.2, rel=0.05)
+    assert fmean(job.prompt.tokens for job in jobs) == pytest.approx(300, rel=0.05)
+    assert fmean(job.output for job in jobs) == pytest.approx(100, rel=0.05)
+    again, other = (make_trace(workload, 5000, seed).jobs for seed in (1, 2))
+    lengths = [[job.output for job in one] for one in (jobs, again, other)]
+    assert lengths[0] == lengths[1] != lengths[2]
+
+
+def trace_of(*times: float) -> Trace:
+    return build_trace([Job(0, time, TracePrompt(-1 - n, 100), 50) for n, time in enumerate(times)])
+
+
+def test_a_trace_tells_rate_lengths_and_its_busiest_hour() -> None:
+    # Ten an hour for an hour, and twenty in the next two hours together.
+    times = [n * 360.0 for n in range(10)]
+    times += [3600 + n * 240.0 for n in range(15)] + [7200 + n * 720.0 for n in range(6)]
+    found = from_trace(trace_of(*times))
+    assert found.requests_per_hour == pytest.approx(30 / times[-1] * 3600)
+    assert found.peak == pytest.approx(15 / found.requests_per_hour)
+    assert (found.prompt, found.completion, found.repeat) == (100, 50, 0.0)
+    assert from_trace(trace_of(*range(100))).arrival_scv == pytest.approx(0.0)  # regular arrivals
+
+
+def test_the_cheapest_that_meets_the_goal_is_first() -> None:
+    dear = a_type("dear", slots=2, price_per_hour=0.5)
+    found = planned(Workload(500, 100, 100), dear, CPU)
+    assert [one.parts[0].node_type.name for one in found.options] == ["cpu", "dear"]
+    assert found.best is found.options[0]
+    assert found.best.trial is not None
+
+
+def test_the_peak_sizes_the_fleet_and_the_mean_prices_its_tokens() -> None:
+    flat, peaky = (
+        known(planned(Workload(300, 100, 100, peak=peak), CPU).best) for peak in (1.0, 4.0)
+    )
+    assert peaky.machines > flat.machines
+    assert known(peaky.price.per_million_tokens) / peaky.machines == pytest.approx(
+        known(flat.price.per_million_tokens) / flat.machines
+    )
+
+
+def rows(found: PlanAnswer) -> dict[str, Deployment]:
+    return {row.way: row for row in compare_deployments(found, TimeLimit(120.0))}
+
+
+def test_waits_need_a_queue_that_orders_them() -> None:
+    found = rows(planned(Workload(350, 100, 100), CPU))
+    assert found["single"].verdict == "no"
+    assert "nothing orders or bounds it" in found["single"].reason
+    assert found["queue"].verdict == "best"
+    peak = rows(planned(Workload(350, 100, 100, peak=3.0), CPU))["queue"]
+    assert "so only for work that can wait (class batch)" in peak.reason
+
+
+def test_more_than_one_node_can_do_is_balanced() -> None:
+    hybrid = rows(planned(Workload(1500, 100, 100), CPU, GPU))["hybrid"]
+    assert hybrid.verdict in {"works", "best"}
+    assert "both run, used or not: 2.20" in hybrid.reason
+    found = rows(planned(Workload(1500, 100, 100), CPU))
+    assert found["balanced"].verdict == "best"
+    for way in ("single", "queue"):
+        assert found[way].verdict == "no"
+        assert "the queue grows by" in found[way].reason
+
+
+def test_gpus_become_cheaper_where_they_are_used() -> None:
+    found = known(break_even(planned(Workload(1000, 500, 100), CPU, GPU)))
+    assert found.others == ["GPU nodes", "hybrids"]
+    first, stays = map(known, found.crossing("GPU nodes"))
+    cpu, prices = found.prices["CPU nodes"], found.prices["GPU nodes"]
+    for rate, cpu_price, gpu_price in zip(found.rates, cpu, prices, strict=True):
+        if rate < first:
+            assert cpu_price <= gpu_price
+        if rate >= stays:
+            assert gpu_price < cpu_price
+    assert cpu[0] == pytest.approx(0.2 * 730)
+
+
+FIGURES = (
+    "decode_tps", "prefill_tps", "price_per_hour", "price_per_month", "price_per_million_tokens",
+    "watts", "idle_watts",
+)  # fmt: skip
+
+
+def problems(tmp_path: Path, text: str) -> list[str]:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_catalogue(path)
+    return [str(one).removeprefix(str(path)) for one in caught.value.problems]
+
+
+@each_case("one", packaged_catalogue().types)
+def test_every_figure_of_it_has_a_source_or_is_marked_as_an_example(one: object) -> None:
+    figures = {key for key in FIGURES if getattr(one, key)}
+    assert figures - set(getattr(one, "sources")) == set()  # noqa: B009
+    assert all(getattr(one, "sources").values())  # noqa: B009
+
+
+@each_case(
+    ("line", "problem"),
+    [
+        ("price_per_hour: -1", ":5: types[0].price_per_hour: must be greater than or equal to 0"),
+        ("price_per_hour: .nan", ":5: types[0].price_per_hour: must be a finite number"),
+        ("price_per_month: 1e99", ":5: types[0].price_per_month: must be less than or equal to"),
+        ("tier: tpu", ":5: types[0].tier: "),
+        ("", ":2: types[0]: has no price (write price_per_hour, price_per_month or"),
+        ("watts: 1\n    idle_watts: 2", ":6: types[0].idle_watts: must not be above watts (1)"),
+    ],
+)
+def test_a_wrong_or_missing_figure_is_reported(tmp_path: Path, line: str, problem: str) -> None:
+    text = f"types:\n  - name: a\n    decode_tps: 3\n    prefill_tps: 4\n    {line}\n"
+    assert any(one.startswith(problem) for one in problems(tmp_path, text))
+
+
+def price_of(
+    *types: NodeType, count: int, requests: float = 1000.0, kwh: float = 0.0
+) -> FleetPrice:
+    """Of so many of each type, which end these requests of 900 and 100 tokens in an hour."""
+    workload = Workload(requests, 900, 100, backlog_hours=1.0)
+    question = PlanQuestion(workload, Goal(), (), price_per_kwh=kwh)
+    return option_price(question, [FleetPart(one, count) for one in types], None)
+
+
+def test_the_price_of_a_fleet_is_paid_whether_it_works_or_not_and_that_of_tokens_is_not() -> None:
+    tokens = {"prompt": 0.1, "completion": 0.4}
+    found = price_of(a_type(price_per_hour=None, price_per_million_tokens=tokens), count=1)
+    assert found.per_hour == pytest.approx(0.9 * 0.1 + 0.1 * 0.4)
+    assert found.per_million_tokens == pytest.approx(0.13)
+    # A month has 730 hours.
+    one = a_type(price_per_hour=None, price_per_month=0.2 * 730)
+    idle, busy = price_of(one, count=2, requests=1.0), price_of(one, count=2)
+    assert idle.per_hour == busy.per_hour == pytest.approx(0.4)
+    assert idle.month == pytest.approx(0.4 * 730)
+    assert idle.per_million_tokens == pytest.approx(400)
+    assert busy.per_million_tokens == pytest.approx(0.4)

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import json
 from functools import partial
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gateway.schedule.core.selection import POLICIES
 from gateway.workshop.simulate.comparison import (
@@ -11,27 +14,22 @@ from gateway.workshop.simulate.comparison import (
     build_front,
     compare,
     compare_elastic,
-    compare_model_placements,
     known_policies,
+    lower_bound,
 )
-from gateway.workshop.simulate.fleets import from_text, models_from_text
-from gateway.workshop.simulate.fronts import GatewayFront, LearntKnowledge
+from gateway.workshop.simulate.report import summarise
 from gateway.workshop.simulate.simulation import (
-    Job,
+    NO_REQUESTS,
     SimulatedFleet,
     SimulatedMachine,
-    Trace,
     Traffic,
     generate,
-    simulate,
 )
-from tests.calls import count_calls
 from tests.workshop.simulate.build import job, machine, play, trace
 
 FLEET = [SimulatedMachine(f"fast{i}", 2, 600.0, 40.0) for i in range(4)] + [
     SimulatedMachine(f"slow{i}", 2, 250.0, 16.0) for i in range(2)
 ]
-LEAST_FINISH = partial(build_front, "least_finish")
 
 
 def test_every_policy_and_both_other_proxies_can_be_compared() -> None:
@@ -56,82 +54,15 @@ def test_least_finish_is_well_ahead_of_counting_connections(exact: bool) -> None
     assert ours.cached_share > nginx.cached_share
 
 
-def test_no_node_gets_more_than_it_has_slots_for() -> None:
-    jobs = generate(Traffic(requests=600, rate=4.0), 1).jobs
-    play(jobs, FLEET, LEAST_FINISH)
-    assert all(job.began == job.sent for job in jobs)
-    turns = [(job.began, 1, job.node) for job in jobs] + [(job.ended, 0, job.node) for job in jobs]
-    busy = [0] * len(FLEET)
-    for _, begins, node in sorted(turns):
-        busy[node] += 1 if begins else -1
-        assert 0 <= busy[node] <= 2
-
-
 def test_urgent_requests_go_before_batch() -> None:
     jobs = [job(time=i * 0.01, label="batch", output=50) for i in range(40)]
     jobs += [job(time=1.0 + i * 0.01, label="urgent", output=50) for i in range(5)]
-    play(jobs, [machine(2)], LEAST_FINISH)
+    play(jobs, [machine(2)], partial(build_front, "least_finish"))
     last = max(one.began for one in jobs if one.priority_label == "urgent")
     assert sum(one.began > last for one in jobs if one.priority_label == "batch") > 20
 
 
-def test_learnt_speeds_are_near_the_real_ones() -> None:
-    fleet = SimulatedFleet(FLEET, generate(Traffic(requests=1000, rate=1.0), 2))
-    front = GatewayFront(fleet, knowledge=LearntKnowledge)
-    simulate(front)
-    for node, row in zip(FLEET, front.state.rows, strict=True):
-        assert row.token_base == pytest.approx(node.token_base, rel=0.3)
-        assert row.prefill_tps == pytest.approx(node.prefill_tps, rel=0.4)
-
-
-def test_prompts_believed_cached_mostly_are() -> None:
-    """What the gateway believes to be cached when it places a request, compared with what was."""
-    believed: list[tuple[float, int]] = []
-
-    class Watched(GatewayFront):
-        def ended(self, job: Job) -> None:
-            cached = self._queued[job.id].cached
-            believed.append((cached.get(job.node, 0.0), job.cached))
-            super().ended(job)
-
-    traffic = generate(Traffic(requests=1500, rate=0.8), 2)
-    play(traffic.jobs, FLEET, partial(Watched, knowledge=LearntKnowledge))
-    wrong = sum(abs(guess - real) for guess, real in believed)
-    assert wrong < 0.2 * sum(real for _, real in believed)
-
-
-@pytest.mark.slow
-def test_a_request_costs_little_more_among_ten_times_the_nodes() -> None:
-    """So an hour of a thousand nodes is played in minutes: docs/simulation.md has the figures."""
-
-    def work(nodes: int) -> float:
-        machines = [SimulatedMachine(f"fast{i}", 2, 700.0, 48.0) for i in range(7 * nodes // 10)]
-        machines += [SimulatedMachine(f"slow{i}", 2, 240.0, 16.0) for i in range(3 * nodes // 10)]
-        traffic = Traffic(requests=400, rate=0.16 * nodes, answer=172.0, tenants=120)
-        # Warm: each node is calibrated once, however few requests come.
-        fleet = SimulatedFleet(machines, generate(traffic, 1))
-        front = build_front("least_finish", fleet, warm=True)
-        return count_calls(lambda: simulate(front)) / 400
-
-    assert work(1000) < 1.5 * work(100)
-
-
 RULES = ElasticFigures(start_above=2, start_after=1, stop_after=60, cooldown=10, startup=20)
-
-
-def bursts() -> Trace:
-    """A request now and then, and forty at once after five minutes."""
-    quiet = [job(time=30.0 * number) for number in range(40)]
-    return trace([*quiet, *(job(time=300.0 + number / 10, output=60) for number in range(40))])
-
-
-def test_a_burst_is_served_with_fewer_machine_hours_than_always_on() -> None:
-    base, standby = [machine()], [machine(), machine(), machine()]
-    always, elastic, alone = compare_elastic(bursts(), base, standby, RULES)
-    assert (always.starts, alone.starts) == (0, 0)
-    assert 1 <= elastic.starts <= 3
-    assert alone.machine_hours < elastic.machine_hours < 0.6 * always.machine_hours
-    assert always.wait.mean < elastic.wait.mean < alone.wait.mean
 
 
 def test_a_machine_is_paid_from_its_start_to_its_stop_and_starts_without_its_caches() -> None:
@@ -147,34 +78,52 @@ def test_a_machine_is_paid_from_its_start_to_its_stop_and_starts_without_its_cac
     assert elastic.cached_share == 0
 
 
-def test_bursts_raise_the_rate_for_a_time_and_keep_the_mean() -> None:
-    traffic = Traffic(requests=20_000, rate=2.0, turns=1, burst=8.0, every=1000.0, lasting=200.0)
-    jobs = generate(traffic, 3).jobs
-    assert len(jobs) / jobs[-1].time == pytest.approx(2.0, rel=0.1)
-    inside = sum(0.5 <= (one.time / 1000.0) % 1.0 < 0.7 for one in jobs)
-    assert inside / len(jobs) == pytest.approx(8 * 0.2 / (0.8 + 8 * 0.2), abs=0.05)
+def test_a_run_is_summed_up() -> None:
+    jobs = [
+        job(time=1.0, prompt=100, output=11),
+        job(time=11.0, prompt=300, output=11, label="urgent"),
+    ]
+    made = summarise("nginx", play(jobs, [machine(2)] * 2), bound=0.5, cpu_seconds=2.0)
+    assert made.requests == 2
+    assert made.seconds == pytest.approx(10.0 + 1.3)
+    assert made.ttft.mean == pytest.approx((0.1 + 0.3) / 2)
+    assert made.completion.mean == pytest.approx(1.2)
+    assert made.ratio == pytest.approx(2.4)
+    assert made.service == pytest.approx(1.2)
+    # Only the first request ran while requests arrived, up to the eleventh second.
+    assert made.utilisation == pytest.approx(1.1 / (4 * 10.0))
+    assert made.tokens_per_second == pytest.approx(22 / 11.3)
+    assert made.classes["urgent"].mean == pytest.approx(0.3)
+    reported = json.loads(json.dumps(made.as_dict()))
+    assert reported["ttft"]["p95"] == pytest.approx(0.3)
+    assert "curve" not in reported
+    # A burst counts over its whole time.
+    burst = play([job(prompt=100, output=11)], [machine(2)])
+    assert summarise("nginx", burst).utilisation == pytest.approx(0.5)
+    assert summarise("nginx", SimulatedFleet([], NO_REQUESTS)).requests == 0
 
 
-def test_models_placed_by_the_gateway_beat_each_routers_own_and_come_near_the_best_by_hand() -> (
-    None
-):
-    routers = from_text("1x2@40:600/16GiB,1x2@40:600/32GiB,1x2@40:600/40GiB")
-    models = models_from_text("8x2GiB:20GiB")
-    traffic = Traffic(700, 0.45, system=400, answer=60.0)
-    calls: list[str] = []
-    ours, own, by_hand = compare_model_placements(
-        generate(traffic, 1, [model.name for model in models]),
-        routers,
-        models,
-        20,
-        progress=lambda name, _: calls.append(name),
-    )
-    names = [one.policy for one in (ours, own, by_hand)]
-    assert names == ["gateway", "each router's own", "by hand"]
-    assert calls.count("by hand") > 20
-    assert by_hand.loads == 0 < ours.loads < own.loads / 5
-    assert sum(len(names) for names in by_hand.loaded.values()) >= 7
-    assert ours.completion.mean < 0.5 * own.completion.mean
-    assert ours.completion.p95 < 0.5 * own.completion.p95
-    assert ours.completion.mean < 1.2 * by_hand.completion.mean
-    assert ours.as_dict()["loads"] == ours.loads
+def mean(fleet: SimulatedFleet) -> float:
+    return sum(one.ended - one.arrived for one in fleet.jobs) / len(fleet.jobs)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    rate=st.floats(0.05, 5.0),
+    turns=st.floats(1.0, 6.0),
+    cost=st.floats(0.0, 2.0),
+    slots=st.integers(1, 4),
+    policy=st.sampled_from(known_policies()),
+)
+def test_no_policy_is_better_than_the_bound(
+    seed: int, rate: float, turns: float, cost: float, slots: int, policy: str
+) -> None:
+    machines = [
+        SimulatedMachine("a", slots, 600.0, 40.0, cost),
+        SimulatedMachine("b", slots, 250.0, 16.0, cost),
+        SimulatedMachine("c", 1, 900.0, 10.0, cost),
+    ]
+    played = generate(Traffic(requests=120, rate=rate, turns=turns, question=60.0), seed)
+    fleet = play(played.jobs, machines, partial(build_front, policy, exact=True))
+    assert lower_bound(fleet) <= mean(fleet) * (1 + 1e-9)

@@ -1,27 +1,26 @@
 from __future__ import annotations
 
-import json
+import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from gateway.config.inventory import Inventory, load_inventory
 from gateway.workshop.simulate.fleets import (
+    GIB,
     FleetError,
-    NodeSpeeds,
-    from_inventory,
+    RouterFleet,
+    SimulatedModel,
+    describe_placement,
     from_text,
+    greedy_placement,
+    models_from_text,
+    random_placements,
     read_speeds,
 )
+from gateway.workshop.simulate.simulation import Front, Job, simulate
 from tests.each_case import each_case
-
-USUAL = from_text("1x1@10:100+0.2")[0]
-
-
-def inventory(folder: Path, text: str) -> Inventory:
-    path = folder / "nodes.yaml"
-    path.write_text(text)
-    return load_inventory(path)
+from tests.workshop.simulate.build import job, trace
 
 
 def test_a_fleet_is_read_from_text() -> None:
@@ -40,136 +39,93 @@ def test_a_fleet_is_read_from_text() -> None:
 @each_case(
     ("text", "message"),
     [
-        ("", "write COUNTxSLOTS@DECODE:PREFILL, such as 4x2@40:600"),
-        ("4x2", "write COUNTxSLOTS"),
-        ("4x2@4.0.0:600", "write COUNTxSLOTS"),
-        ("0x2@40:600", "1 to 100000 nodes"),
-        ("1x0@40:600", "needs a slot"),
-        ("1x2@0:600", "speeds must be positive"),
+        ("{,", "s.yaml: can't be read: .*line 1"),
+        ("3", "Expected `array`, got `int`"),
+        ('[{"name": "a", "decode_tps": 0}]', r"> 0.0 - at `\$\[0\]\.decode_tps`"),
     ],
 )
-def test_an_impossible_fleet_is_an_error(text: str, message: str) -> None:
-    with pytest.raises(FleetError, match=message):
-        from_text(text)
-
-
-def test_an_inventory_with_measured_speeds(tmp_path: Path) -> None:
-    nodes = inventory(
-        tmp_path,
-        """
-nodes:
-  - {name: a, url: http://a, slots: 2}
-  - {name: b, url: http://b, speed_hint: 3.0}
-  - {name: c, url: http://c, enabled: false}
-  - {name: d, url: http://d, standby: true}
-""",
-    )
-    speeds = {"a": NodeSpeeds("a", 700.0, 44.0), "b": NodeSpeeds("b", slots=4)}
-    machines, notes = from_inventory(nodes, speeds, USUAL)
-    assert [(m.name, m.slots, m.prefill_tps, m.decode_tps) for m in machines] == [
-        ("a", 2, 700.0, 44.0),
-        ("b", 4, 300.0, 30.0),
-    ]
-    assert notes == [
-        "assumed 10 and 100 tokens/s times `speed_hint` for b: --speeds FILE tells more"
-    ]
-    text = "nodes:\n" + "".join(f"  - {{name: n{i}, url: http://n{i}}}\n" for i in range(5))
-    machines, notes = from_inventory(inventory(tmp_path, text), {}, USUAL)
-    assert {machine.slots for machine in machines} == {1}
-    assert notes[0].startswith("assumed one slot for n0, n1, n2 and 2 more")
-
-
-@each_case(
-    ("text", "message"),
-    [
-        ("nodes: []", "no node that gets work"),
-        ("nodes:\n  - {name: a, url: http://a}\n", "speeds must be positive"),
-    ],
-)
-def test_an_inventory_that_no_simulation_can_play_is_an_error(
-    tmp_path: Path, text: str, message: str
-) -> None:
-    speeds = {"a": NodeSpeeds("a", float("nan"), 1.0)}
-    with pytest.raises(FleetError, match=message):
-        from_inventory(inventory(tmp_path, text), speeds, USUAL)
-
-
-ROUTERS = """
-defaults: {memory: 48GiB}
-nodes:
-  - {name: r1, url: "http://a:1", host: epyc}
-  - {name: r2, url: "http://a:2", host: epyc}
-  - {name: plain, url: http://b, slots: 2, model: [other]}
-"""
-
-
-def test_routers_are_those_that_have_models_in_the_measured_speeds(tmp_path: Path) -> None:
-    nodes = inventory(tmp_path, ROUTERS)
-    told = [
-        {"name": "r1", "slots_total": 0, "models": [], "router": None},
-        {"name": "r1/a", "router": "r1", "slots_total": 4, "models": ["a", "alias"]},
-        {"name": "r1/b.gguf", "router": "r1", "slots_total": 0, "models": ["b"]},
-        {"name": "r2", "slots_total": 0},
-        {"name": "r2/a", "router": "r2", "slots_total": 0, "models": ["a"]},
-        {"name": "plain", "prefill_tps": 50, "decode_tps": 5, "models": ["other"]},
-    ]
-    told[1] |= {"prefill_tps": 300.0, "decode_tps": 20.0, "batch_cost": 0.1}
-    path = tmp_path / "speeds.json"
-    path.write_text(json.dumps({"nodes": told}))
-    speeds = read_speeds(path)
-    machines, notes = from_inventory(nodes, speeds, USUAL, on_demand=True)
-    first, second, plain = machines
-    assert (first.host, second.host) == ("epyc", "epyc")
-    assert [one.memory >> 30 for one in machines] == [48, 48, 0]
-    assert first.models == {"a", "alias", "b"}
-    assert first.model_speeds["a"] == (300.0, 20.0)
-    assert (first.slots, first.batch_cost, second.slots) == (4, 0.1, 1)
-    assert plain.models == {"other"}
-    assert "for r2: --speeds FILE tells more" in notes[1]
-    with pytest.raises(FleetError, match="r1 is a router: routers need --models"):
-        from_inventory(nodes, speeds, USUAL)
-    # Without measured speeds those with memory are routers.
-    unmeasured, _ = from_inventory(nodes, {}, USUAL, on_demand=True)
-    assert {one.memory >> 30 for one in unmeasured} == {48}
-    plain_ones, _ = from_inventory(nodes, {}, USUAL)
-    assert {one.memory for one in plain_ones} == {0}
-    without = inventory(tmp_path, ROUTERS.replace("48GiB", "null"))
-    with pytest.raises(FleetError, match="says no `memory` of epyc"):
-        from_inventory(without, speeds, USUAL, on_demand=True)
-
-
-def test_speeds_are_what_the_nodes_command_writes(tmp_path: Path) -> None:
-    message = {
-        "nodes": [
-            {"name": "a", "prefill_tps": 600.5, "decode_tps": 40, "slots_total": 2, "state": "up"},
-            {"name": "b", "prefill_tps": None, "decode_tps": None, "slots_total": None},
-        ]
-    }
-    path = tmp_path / "speeds.json"
-    path.write_text(json.dumps(message))
-    assert read_speeds(path) == {"a": NodeSpeeds("a", 600.5, 40.0, None, 2), "b": NodeSpeeds("b")}
-
-
-@each_case(
-    ("name", "text", "message"),
-    [
-        ("s.json", "{,", "s.json: can't be read: .*line 1 column 2"),
-        ("s.yaml", "a: [", "s.yaml: can't be read: .*line 1"),
-        ("s.json", "3", "Expected `array`, got `int`"),
-        ("s.json", '{"nodes": [3]}', r"Expected `object`, got `int` - at `\$\[0\]`"),
-        (
-            "s.json",
-            '[{"name": "a", "decode_tps": 0}]',
-            r"> 0.0 - at `\$\[0\]\.decode_tps`",
-        ),
-        ("none.json", "", r"none\.json: can't be read: .*No such file"),
-    ],
-)
-def test_wrong_speeds_are_errors_with_their_place(
-    tmp_path: Path, name: str, text: str, message: str
-) -> None:
-    path = tmp_path / name
-    if text:
-        path.write_text(text)
+def test_wrong_speeds_are_errors_with_their_place(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "s.yaml"
+    path.write_text(text)
     with pytest.raises(FleetError, match=message):
         read_speeds(path)
+
+
+ROUTER = from_text("1x1@10:1000/16GiB")
+PAIR = [SimulatedModel("a", 8 * GIB, 8.0), SimulatedModel("b", 8 * GIB, 8.0)]
+HALVES = [replace(ROUTER[0], name=name, host="epyc") for name in ("numa0", "numa1")]
+
+
+class ByIndex(Front):
+    """Sends each request to the instance of its place in the trace."""
+
+    def arrive(self, job: Job) -> None:
+        self.fleet.send(job, job.id)
+
+    def ended(self, job: Job) -> None:
+        pass
+
+
+def test_instances_that_compute_at_the_same_time_share_their_routers_speed() -> None:
+    ends = []
+    for count in (1, 2):
+        played = trace([job(prompt=1000, output=10) for _ in range(count)])
+        fleet = simulate(ByIndex(RouterFleet(ROUTER, PAIR, played, loaded={0, 1})))
+        ends.append([one.ended for one in fleet.jobs])
+    # A second to read, of which the first token comes, and nine tokens.
+    assert ends == [[pytest.approx(1.9, abs=0.1)], [pytest.approx(3.8, abs=0.1)] * 2]
+    # When its neighbour has ended, an instance goes on faster: both take a tenth of a second to
+    # read; then 10 s and 1 s alone.
+    played = trace([job(output=101), job(output=11)])
+    long, short = simulate(ByIndex(RouterFleet(ROUTER, PAIR, played, loaded={0, 1}))).jobs
+    assert short.ended == pytest.approx(2.2, abs=0.1)
+    assert long.ended == pytest.approx(0.2 + 1.0 + 10.0, abs=0.1)
+
+
+def test_routers_of_one_host_share_its_memory() -> None:
+    fleet = RouterFleet(HALVES, PAIR)
+    names = [one.machine.name for one in fleet.instances]
+    assert names == ["numa0/a", "numa0/b", "numa1/a", "numa1/b"]
+    fleet.load(0)
+    fleet.load(3)
+    with pytest.raises(ValueError, match="numa1/a does not fit"):
+        fleet.load(2)
+    apart = RouterFleet([replace(one, host="") for one in HALVES], PAIR)
+    for index in range(4):
+        apart.load(index)
+
+
+def test_placements_by_hand_hold_every_model_and_fit() -> None:
+    routers = from_text("1x2@40:600/16GiB,1x2@40:600/24GiB,1x2@20:300/40GiB")
+    models = models_from_text("6x2GiB:12GiB")
+    fleet = RouterFleet(routers, models)
+    placed = list(random_placements(fleet, 20, random.Random(1)))
+    greedy = greedy_placement(fleet, {"model-1": 90, "model-6": 10})
+    assert greedy is not None
+    assert len(placed) > 10
+    for indexes in (greedy, *placed):
+        by_router = describe_placement(fleet, indexes)
+        assert {name for names in by_router.values() for name in names} == {
+            model.name for model in models
+        }
+        RouterFleet(routers, models, loaded=indexes)  # Raises where they don't fit.
+    too_many = RouterFleet(ROUTER, [*PAIR, SimulatedModel("c", GIB, 1.0)])
+    assert greedy_placement(too_many, {}) is None
+    assert list(random_placements(too_many, 5, random.Random(1))) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- {name: a}", "required field `memory` - at `\\$\\[0\\]`"),
+        ("- {name: a, memory: 1GiB, load_seconds: -1}", r"> 0.0 - at `\$\[0\]\.load_seconds`"),
+        ("- {name: a, memory: 1GiB}\n- {name: a, memory: 1GiB}", "one twice"),
+        ("- {name: a, memory: 1GiB}\n- {name: b, memory: 1GiB, share: 2}", "each model a `share`"),
+        ("a: [", "expected"),
+    ],
+)
+def test_a_mistake_in_a_file_of_models_is_reported(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "models.yaml"
+    path.write_text(text)
+    with pytest.raises(FleetError, match=message):
+        models_from_text(str(path))

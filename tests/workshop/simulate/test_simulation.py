@@ -1,12 +1,15 @@
 from __future__ import annotations
 
-import math
-from itertools import pairwise
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from gateway.workshop.simulate.fronts import LeastConn
+from gateway.config.errors import ConfigError
 from gateway.workshop.simulate.simulation import (
+    TRACE_KEYS,
     Front,
     Job,
     SimulatedFleet,
@@ -15,8 +18,9 @@ from gateway.workshop.simulate.simulation import (
     StuckError,
     TracePrompt,
     Traffic,
-    common_tokens,
     generate,
+    parse_figures,
+    read_trace,
     simulate,
 )
 from tests.each_case import each_case
@@ -58,21 +62,6 @@ def test_prefill_holds_decoding_neighbours_to_one_token_a_step() -> None:
     assert writer.ended == pytest.approx(0.1 + 10.0 - 11 * 0.1 + 10 * 0.521 + 0.11)
 
 
-def test_prompts_are_read_in_the_order_of_their_slots() -> None:
-    first, second = play([job(prompt=1024, output=1), job(prompt=1024, output=1)])
-    # The first got the last slot, idle longest; the next one's slot comes before it.
-    assert second.slot < first.slot
-    assert second.first == pytest.approx(0.512 + 1.024)
-    assert first.first == pytest.approx(2.048)
-
-
-def test_requests_beyond_the_slots_wait_inside_first_in_first_out() -> None:
-    jobs = play([job(time=i / 100, prompt=100, output=50) for i in range(4)], on=machine(1))
-    assert [one.node for one in jobs] == [0] * 4
-    for earlier, later in pairwise(jobs):
-        assert later.began == pytest.approx(earlier.ended)
-
-
 def test_the_next_turn_waits_for_the_one_before_and_finds_it_but_for_the_last_token() -> None:
     first, turn = play(
         [
@@ -101,15 +90,6 @@ def test_every_token_of_a_busy_node_is_accounted_for() -> None:
     assert not server.queue
 
 
-@each_case(
-    ("key", "value"),
-    [("prefill", 0.0), ("decode", float("nan")), ("batch_cost", -1.0), ("batch", 2)],
-)
-def test_an_impossible_machine_is_refused(key: str, value: float) -> None:
-    with pytest.raises(ValueError, match=r"must|needs"):
-        machine(2, **{key: value})
-
-
 def serve(
     cache: SimulatedPromptCache, prompt: TracePrompt, now: float, slots: int = 2
 ) -> tuple[int, int]:
@@ -117,22 +97,6 @@ def serve(
     slot, cached = cache.choose_slot(prompt, list(range(slots)))
     cache.store(slot, prompt, now)
     return slot, cached
-
-
-@each_case(
-    ("one", "other", "common"),
-    [
-        (TracePrompt(1, 300), TracePrompt(1, 200), 200),
-        (TracePrompt(1, 300), TracePrompt(2, 300), 0),
-        (TracePrompt(1, 300, 7, 100), TracePrompt(2, 200, 7, 100), 100),
-        (TracePrompt(1, 300, 7, 100), TracePrompt(2, 200, 8, 100), 0),
-        (TracePrompt(1, 300, 0, 0), TracePrompt(2, 200, 0, 0), 0),
-    ],
-)
-def test_prompts_have_the_shorter_of_their_stream_or_their_prefix_in_common(
-    one: TracePrompt, other: TracePrompt, common: int
-) -> None:
-    assert common_tokens(one, other) == common
 
 
 def test_the_slot_with_most_of_the_prompt_takes_it() -> None:
@@ -143,14 +107,6 @@ def test_the_slot_with_most_of_the_prompt_takes_it() -> None:
     assert serve(cache, TracePrompt(1, 200), 3.0) == (1 - other, 100)
     # One token is always read.
     assert serve(cache, TracePrompt(1, 200), 4.0) == (1 - other, 199)
-
-
-def test_with_a_tenth_in_common_the_slot_idle_longest_takes_the_prompt() -> None:
-    cache = SimulatedPromptCache(2, 0)
-    first, _ = serve(cache, TracePrompt(1, 500, 7, 50), 0.0)
-    serve(cache, TracePrompt(2, 500), 1.0)
-    assert serve(cache, TracePrompt(3, 500, 7, 50), 2.0) == (first, 50)
-    assert serve(cache, TracePrompt(4, 501, 7, 50), 3.0)[1] == 0
 
 
 @each_case(("memory", "kept"), [(10_000, [TracePrompt(1, 1000)]), (0, [])])
@@ -165,52 +121,12 @@ def test_a_prompt_that_lost_its_slot_comes_back_from_host_memory_alone(
     assert TracePrompt(1, 1000) not in cache.host_prompts
 
 
-def test_host_memory_drops_the_oldest_and_takes_no_prompt_that_is_too_large() -> None:
-    cache = SimulatedPromptCache(1, 2000)
-    for stream, tokens in enumerate((900, 900, 900, 2500, 10), start=1):
-        serve(cache, TracePrompt(stream, tokens), float(stream), 1)
-    assert cache.host_prompts == [TracePrompt(2, 900), TracePrompt(3, 900)]
-
-
-def test_a_longer_prompt_replaces_its_own_beginning() -> None:
-    cache = SimulatedPromptCache(2, 10_000)
-    serve(cache, TracePrompt(1, 500), 0.0)
-    serve(cache, TracePrompt(2, 500), 1.0)
-    serve(cache, TracePrompt(1, 800), 2.0)
-    serve(cache, TracePrompt(2, 600), 3.0)
-    assert cache.host_prompts == [TracePrompt(2, 500), TracePrompt(1, 800)]
-
-
-def test_a_large_prompt_is_not_loaded_for_a_small_part() -> None:
-    cache = SimulatedPromptCache(1, 10_000)
-    serve(cache, TracePrompt(1, 1000, 7, 200), 0.0, 1)
-    serve(cache, TracePrompt(2, 1000), 1.0, 1)
-    assert serve(cache, TracePrompt(3, 1000, 7, 200), 2.0, 1) == (0, 0)
-    assert serve(SimulatedPromptCache(1, 0), TracePrompt(1, 10), 0.0, 1) == (0, 0)
-
-
 class Keeper(Front):
     """A front that sends nothing."""
 
     def arrive(self, job: Job) -> None: ...
 
     def ended(self, job: Job) -> None: ...
-
-
-class Delayer(Keeper):
-    """A front that sends each request a second later."""
-
-    def __init__(self, fleet: SimulatedFleet) -> None:
-        super().__init__(fleet)
-        self._kept: list[Job] = []
-
-    def arrive(self, job: Job) -> None:
-        self._kept.append(job)
-        self.alarm = self._kept[0].arrived + 1.0
-
-    def wake(self) -> None:
-        self.fleet.send(self._kept.pop(0), 0)
-        self.alarm = self._kept[0].arrived + 1.0 if self._kept else math.inf
 
 
 def test_a_front_that_serves_nothing_or_whose_alarm_never_ends_is_an_error() -> None:
@@ -222,19 +138,133 @@ def test_a_front_that_serves_nothing_or_whose_alarm_never_ends_is_an_error() -> 
         simulate(ringing)
 
 
-def test_a_front_is_woken_at_its_alarm() -> None:
-    jobs = [job(time=2.0), job(time=2.25)]
-    build.play(jobs, [machine()], Delayer)
-    assert [one.sent for one in jobs] == [3.0, 3.25]
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:50.9951690,396,109
+2023-11-16 18:15:51.2225670,879,55
+"""
 
 
-def test_progress_is_reported_and_a_trace_can_be_played_again() -> None:
-    played = generate(Traffic(requests=4100, rate=50.0), seed=3)
-    machines = [machine(4, str(i)) for i in range(40)]
-    runs = []
-    for _ in range(2):
-        reported: list[int] = []
-        fleet = simulate(LeastConn(SimulatedFleet(machines, played)), reported.append)
-        assert reported == [2000, 4000]
-        runs.append([(one.node, one.ended) for one in fleet.jobs])
-    assert runs[0] == runs[1]
+def written(folder: Path, *lines: object, name: str = "trace.jsonl") -> Path:
+    path = folder / name
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("\n".join(texts) + "\n")
+    return path
+
+
+def problems(path: Path) -> list[str]:
+    with pytest.raises(ConfigError) as raised:
+        read_trace(path)
+    return [str(problem).replace(str(path), path.name) for problem in raised.value.problems]
+
+
+def test_every_key_is_read(tmp_path: Path) -> None:
+    one: dict[str, Any] = {"time": 1700000000.5, "prompt_tokens": 1800, "output_tokens": 120}
+    one |= {"max_tokens": 512, "model": "qwen3-8b", "class": "batch", "caller": "team-a"}
+    one |= {"session": "s12", "pause": 8.0, "prefix": "assistant-v3", "prefix_tokens": 1500}
+    assert set(one) == set(TRACE_KEYS)
+    trace = read_trace(written(tmp_path, one, one | {"time": 1700000010.5, "prompt_tokens": 2000}))
+    first, second = trace.jobs
+    assert (first.time, second.time) == (0.0, 10.0)
+    assert first.prompt == TracePrompt(first.prompt.stream, 1800, first.prompt.prefix, 1500)
+    assert (first.max_tokens, first.priority_label, first.caller) == (512, "batch", "team-a")
+    assert first.model == "qwen3-8b"
+    assert trace.next_turns == {0: 1}
+    assert (second.is_later_turn, second.pause) == (True, 8.0)
+
+
+TOKENS = '{"prompt_tokens": 1, "output_tokens": 1, '
+
+
+@each_case(
+    ("line", "message"),
+    [
+        ('{"prompt_tokens": 3,', "Input data was truncated"),
+        ("hello", "JSON is malformed: invalid character (byte 0)"),
+        ('{"prompt_tokens": 3}', "Object missing required field `output_tokens`"),
+        ('{"prompt_tokens": 0, "output_tokens": 1}', "Expected `int` >= 1 - at `$.prompt_tokens`"),
+        (TOKENS + '"time": NaN}', "JSON is malformed: invalid character (byte 49)"),
+        (TOKENS + '"class": "vip"}', "'^(urgent|premium|normal|batch)?$' - at `$.class`"),
+        (TOKENS + '"tokens": 7}', "unknown field `tokens`"),
+        (TOKENS + '"prefix": "a", "prefix_tokens": 2}', "prefix_tokens is more than prompt_tokens"),
+    ],
+)
+def test_a_broken_line_is_an_error_with_line_key_and_remedy(
+    tmp_path: Path, line: str, message: str
+) -> None:
+    path = written(tmp_path, {"prompt_tokens": 1, "output_tokens": 1}, line)
+    (problem,) = problems(path)
+    assert problem.startswith("trace.jsonl:2: ")
+    assert message in problem
+    assert '(write {"prompt_tokens": 1800, "output_tokens": 120}; keys: ' in problem
+
+
+def test_broken_lines_can_be_skipped_and_are_counted(tmp_path: Path) -> None:
+    good = {"prompt_tokens": 1, "output_tokens": 1}
+    first, late = good | {"time": 1}, good | {"time": 900, "pause": -1}
+    trace = read_trace(written(tmp_path, "x", first, late, good), skip_broken=True)
+    # The last one, which has no time, comes with the one before it that is not broken.
+    assert ([job.time for job in trace.jobs], trace.skipped) == ([0, 0], 2)
+
+
+def test_the_azure_layout_is_read_with_a_time_zone_or_without(tmp_path: Path) -> None:
+    path = written(tmp_path, AZURE, name="azure.csv")
+    trace = read_trace(path)
+    figures = [(job.prompt.tokens, job.output) for job in trace.jobs]
+    assert figures == [(374, 44), (396, 109), (879, 55)]
+    assert [job.time for job in trace.jobs] == pytest.approx([0.0, 4.314579, 4.541977], abs=1e-5)
+    assert len({job.prompt.stream for job in trace.jobs}) == 3
+    assert len(read_trace(path, limit=2).jobs) == 2
+    head, *_ = AZURE.splitlines()
+    stamps = ("2024-05-10 00:00:00.009930+00:00", "2024-05-10 00:00:02.5+00:00")
+    later = written(tmp_path, head, *(f"{stamp},5,1" for stamp in stamps), name="a.csv")
+    times = [job.time for job in read_trace(later).jobs]
+    assert times == pytest.approx([0.0, 2.49007], abs=1e-5)
+
+
+def test_traffic_has_the_requested_rate_and_means_and_turns_that_continue() -> None:
+    trace = generate(Traffic(requests=20_000, rate=5.0, answer=200.0, turns=3.0), 1, MODELS)
+    jobs = trace.jobs
+    assert len(jobs) == 20_000
+    assert jobs[-1].time - jobs[0].time == pytest.approx(4000, rel=0.05)
+    # From the first tenth on: earlier conversations are under way.
+    assert sum(job.time < 400 for job in jobs) == pytest.approx(2000, rel=0.12)
+    assert sum(job.output for job in jobs) / len(jobs) == pytest.approx(200, rel=0.05)
+    conversations = len({job.prompt.stream for job in jobs})
+    assert len(jobs) / conversations == pytest.approx(3.0, rel=0.1)
+    for before, after in trace.next_turns.items():
+        one, then = jobs[before], jobs[after]
+        assert (one.prompt.stream, one.model) == (then.prompt.stream, then.model)
+        assert then.prompt.tokens > one.prompt.tokens + one.output
+        assert then.time > one.time
+        assert then.is_later_turn
+
+
+@each_case(
+    ("text", "message"),
+    [
+        ("speed=1", "unknown field `speed` .known: requests, rate"),
+        ("rate=fast", r"Expected `float`, got `str` - at `\$.rate`"),
+        ("rate=inf", "<= 1000000000.0"),
+        ("turns=nan", ">= 1.0"),
+        ("batch=0.7,urgent=0.7", "shares of the classes"),
+        ("burst=0.5", ">= 1.0"),
+        ("lasting=4000", "lasting must be shorter than every"),
+    ],
+)
+def test_invalid_traffic_is_an_error_with_an_explanation(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_figures(text, Traffic)
+
+
+MODELS = [f"m{number}" for number in range(8)]
+
+
+def test_popularity_moves_where_it_is_said_to() -> None:
+    for moves, alike in ((0.0, True), (300.0, False)):
+        trace = generate(Traffic(6000, 10.0, turns=1.0, moves=moves), 3, MODELS)
+        first, second = [
+            Counter(job.model for job in trace.jobs if (job.time < 300.0) is early).most_common(3)
+            for early in (True, False)
+        ]
+        assert ([name for name, _ in first] == [name for name, _ in second]) is alike

@@ -1,15 +1,11 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from subprocess import DEVNULL, Popen
 
 import httpx
-import psutil
 import pytest
 
 from gateway.local.energy import open_meter
@@ -17,14 +13,12 @@ from gateway.local.plan import LocalFleetPlan, plan_local_fleet
 from gateway.local.topology import read_topology
 from gateway.workshop.tune.benchmark import (
     BenchmarkError,
+    CpuTimes,
     MachineBenchmark,
     ServerBenchmark,
     StreamSample,
     combined_throughput,
-    longest_silence,
-    measurement_subject,
     other_work_between,
-    peak_memory,
     read_cpu_times,
 )
 from gateway.workshop.tune.search import (
@@ -78,18 +72,6 @@ async def test_servers_are_started_with_the_setting_measured_and_ended(
 
 
 @pytest.mark.real
-@pytest.mark.slow
-async def test_the_servers_of_a_machine_are_measured_at_the_same_time(
-    plan: LocalFleetPlan, tmp_path: Path
-) -> None:
-    several = plan_local_fleet(servers=2, cache=tmp_path)
-    start = rule_of_thumb(read_topology()).with_knob("threads", 1)
-    alone, _ = await MachineBenchmark(plan, REQUEST, context=CONTEXT).measure(start, 200)
-    both, _ = await MachineBenchmark(several, REQUEST, context=CONTEXT).measure(start, 200)
-    assert known(both.memory) > 1.5 * known(alone.memory)
-
-
-@pytest.mark.real
 async def test_a_setting_that_takes_too_long_is_given_up_and_its_server_ended(
     plan: LocalFleetPlan,
 ) -> None:
@@ -127,78 +109,24 @@ async def test_a_setting_with_too_much_memory_is_not_started(
     assert not plan.log_folder.exists()
 
 
-def test_figures_depend_on_model_server_machine_and_request(plan: LocalFleetPlan) -> None:
-    topology = read_topology()
-    about = measurement_subject(plan, topology, REQUEST, CONTEXT)
-    assert about["model_bytes"] == plan.model.size
-    assert "xllamacpp" in about["server"]
-    assert about != measurement_subject(plan, topology, BenchmarkRequest(500, 24), CONTEXT)
+def test_work_is_time_that_cpus_were_not_idle_but_for_our_own(tmp_path: Path) -> None:
+    other = "a) R (b"  # a name may hold brackets and blanks
 
+    def read(busy: tuple[int, int], idle: int, **processes: int) -> CpuTimes:
+        """`/proc` with the ticks of two usable CPUs, of a third, and of processes."""
+        cpus = [f"cpu{cpu} {ticks} 0 0 {idle} 0 0 0 0 0 0" for cpu, ticks in enumerate(busy)]
+        write(tmp_path, "proc/stat", "\n".join(["cpu 1 2 3 4", *cpus, "cpu2 99 0 0 1", "intr 5"]))
+        for pid, (name, ticks) in enumerate(processes.items(), start=100):
+            fields = ["S", *["0"] * 10, str(ticks), "0", *["0"] * 30]
+            write(tmp_path, f"proc/{pid}/stat", f"{pid} ({name}) {' '.join(fields)}")
+        return read_cpu_times({0, 1}, tmp_path)
 
-CPUS = {0, 1}
-
-
-def machine(root: Path, busy: tuple[int, int], idle: int, **processes: int) -> Path:
-    """Write `/proc` with the ticks of two usable CPUs, of a third, and of processes."""
-    lines = [f"cpu{cpu} {ticks // 2} {ticks - ticks // 2} 0 {idle} 0 0 0 0 0 0" for cpu, ticks in
-             enumerate(busy)]  # fmt: skip
-    write(
-        root, "proc/stat", "\n".join(["cpu 1 2 3 4", *lines, "cpu2 9999 0 0 1 0 0 0 0", "intr 5"])
-    )
-    for pid, (name, ticks) in enumerate(processes.items(), start=100):
-        fields = ["S", *["0"] * 10, str(ticks), "0", *["0"] * 30]
-        write(root, f"proc/{pid}/stat", f"{pid} ({name}) {' '.join(fields)}")
-    return root
-
-
-def test_work_is_time_that_cpus_were_not_idle(tmp_path: Path) -> None:
-    before = read_cpu_times(CPUS, machine(tmp_path, (100, 100), 1000, make=50, idler=7))
-    after = read_cpu_times(CPUS, machine(tmp_path, (160, 100), 1040, make=110, idler=7))
-    # CPU 0 was busy for 60 of 100 ticks, CPU 1 for none of 40.
-    busy, words = other_work_between(before, after)
-    assert busy == pytest.approx(60 / 70)
-    assert words == "0.9 of 2 CPUs are busy: make (100) 86%"
-
-
-def test_own_work_is_not_counted_and_a_name_may_hold_brackets_and_blanks(tmp_path: Path) -> None:
-    other = "a) R (b"
-    then = machine(tmp_path, (100, 100), 1000, server=0, **{other: 50})
-    before = read_cpu_times(CPUS, then)
-    now = machine(tmp_path, (190, 110), 1005, server=90, **{other: 60})
-    busy, words = other_work_between(before, read_cpu_times(CPUS, now), own={100})
+    before = read((100, 100), 1000, server=0, **{other: 50})
+    after = read((190, 110), 1005, server=90, **{other: 60})
+    busy, words = other_work_between(before, after, own={100})
     assert busy == pytest.approx(10 / 55)
     assert words.endswith(f"CPUs are busy: {other} (101) 18%")
-
-
-def test_a_system_without_proc_has_no_known_work(tmp_path: Path) -> None:
-    times = read_cpu_times(CPUS, tmp_path)
-    assert times.cpus == 0
-    assert other_work_between(times, times)[0] == 0.0
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
-def test_a_busy_process_of_this_machine_is_found() -> None:
-    cpus = os.sched_getaffinity(0)
-    code = "import time\nend = time.monotonic() + 600\nwhile time.monotonic() < end: pass"
-    with Popen([sys.executable, "-c", code], stdout=DEVNULL) as busy:
-        try:
-            before, process = read_cpu_times(cpus), psutil.Process(busy.pid)
-            spent = process.cpu_times().user
-            while process.cpu_times().user < spent + 0.5:
-                assert busy.poll() is None
-            after = read_cpu_times(cpus)
-            busy_cpus, _ = other_work_between(before, after, own={os.getpid()})
-            seconds = (after.total - before.total) / after.cpus / os.sysconf("SC_CLK_TCK")
-            assert busy_cpus * seconds > 0.25  # of the half that it has used
-            assert other_work_between(before, after, own={os.getpid(), busy.pid})[0] < busy_cpus
-            assert (peak_memory(busy.pid) or 0) > 1 << 20
-        finally:
-            busy.kill()
-
-
-def test_a_process_that_has_ended_has_no_memory(tmp_path: Path) -> None:
-    assert peak_memory(4711, tmp_path) is None
+    assert other_work_between(before, after)[0] == pytest.approx(100 / 55)
 
 
 SMALL_REQUEST = BenchmarkRequest(prompt=400, answer=24)
@@ -209,25 +137,13 @@ def stream(*steps: tuple[float, int], speed: float = 1000.0) -> list[StreamSampl
     return [StreamSample(at, tokens, speed) for at, tokens in steps]
 
 
-class TestThroughput:
-    def test_all_tokens_over_all_time(self) -> None:
-        streams = [stream((0, 1), (1, 11), (2, 21)), stream((0.5, 1), (2.5, 21))]
-        assert combined_throughput(streams) == 40 / 2.5
-
-    def test_tokens_that_arrive_in_a_bunch_do_not_count_as_fast(self) -> None:
-        late = [stream((5.0, 1), (5.001, 41), speed=20.0)] * 2
-        assert combined_throughput(late) == 40.0
-
-    def test_a_stream_of_one_chunk_has_no_speed(self) -> None:
-        with pytest.raises(BenchmarkError, match="one piece"):
-            combined_throughput([stream((0, 1), (1, 2)), stream((0, 30))])
-
-
-def test_silence_counts_from_the_neighbour_s_prompt_on() -> None:
-    times = [0.0, 5.0, 5.1, 5.2, 7.2, 7.3]
-    assert longest_silence(times, since=5.1) == pytest.approx(2.0)
-    assert longest_silence(times, since=4.0) == 5.0
-    assert longest_silence(times, since=9.0) == 0.0
+def test_the_speed_of_streams_is_all_tokens_over_all_time_but_not_that_of_a_bunch() -> None:
+    streams = [stream((0, 1), (1, 11), (2, 21)), stream((0.5, 1), (2.5, 21))]
+    assert combined_throughput(streams) == 40 / 2.5
+    late = [stream((5.0, 1), (5.001, 41), speed=20.0)] * 2
+    assert combined_throughput(late) == 40.0
+    with pytest.raises(BenchmarkError, match="one piece"):
+        combined_throughput([stream((0, 1), (1, 2)), stream((0, 30))])
 
 
 async def benchmark(
@@ -282,73 +198,41 @@ async def test_prefill_and_decode_speeds_are_the_server_s_own() -> None:
     assert found == Figures(900.0, 30.0, 30.0, None, None)
 
 
-class TestEnergy:
-    async def test_each_server_takes_its_share_of_the_machines_energy(self) -> None:
-        """200 J for reading 400 tokens and 60 J for writing 6, by two servers at a time."""
-        readings = iter([0.0, 5.0, 5.0] + [100.0, 300.0, 360.0] * 3)
-        found = await benchmark(
-            {"/tokenize": TOKENS, "/completion": chunks(1, 4, 7)},
-            slots=1,
-            read_joules=lambda: next(readings),
-            servers=2,
-        )
-        assert (found.prefill_joules, found.decode_joules) == (0.25, 5.0)
-
-    async def test_all_busy_slots_share_the_energy(self) -> None:
-        readings = iter(range(0, 100_000, 10))  # 10 J from reading to reading
-        found = await benchmark(
-            {"/tokenize": TOKENS, "/completion": chunks(*range(1, 12)), "/slots": IDLE},
-            slots=2,
-            read_joules=lambda: next(readings),
-        )
-        assert found.decode_joules == 10 / 20
-
-    async def test_a_counter_that_fails_costs_only_the_energy(self) -> None:
-        readings = iter([0.0, 1.0, 2.0, 3.0] + [None] * 100)
-        found = await benchmark(
-            {"/tokenize": TOKENS, "/completion": chunks(1, 4, 7)},
-            slots=1,
-            read_joules=lambda: next(readings),
-        )
-        assert (found.prefill_joules, found.decode_joules) == (None, None)
-        assert found.prefill == 900.0
-
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with demo_servers(1, slots=2, context=SLOT_CONTEXT) as (url,):
-        yield url
-
-
-def unshared_client() -> httpx.AsyncClient:
-    """A connection for each request: the server closes those that were idle for 5 s."""
-    limits = httpx.Limits(max_keepalive_connections=0)
-    return httpx.AsyncClient(timeout=120, trust_env=False, limits=limits)
+async def test_each_server_takes_its_share_of_the_machines_energy() -> None:
+    """200 J for reading 400 tokens and 60 J for writing 6, by two servers at a time."""
+    answers = {"/tokenize": TOKENS, "/completion": chunks(1, 4, 7)}
+    readings = iter([0.0, 5.0, 5.0] + [100.0, 300.0, 360.0] * 3)
+    found = await benchmark(answers, slots=1, read_joules=lambda: next(readings), servers=2)
+    assert (found.prefill_joules, found.decode_joules) == (0.25, 5.0)
+    # A counter that fails costs the energy alone.
+    failing = iter([0.0, 1.0, 2.0, 3.0] + [None] * 100)
+    found = await benchmark(answers, slots=1, read_joules=lambda: next(failing))
+    assert (found.prefill, found.prefill_joules, found.decode_joules) == (900.0, None, None)
+    # All busy slots share it: 10 J from reading to reading.
+    more = iter(range(0, 100_000, 10))
+    answers |= {"/completion": chunks(*range(1, 12)), "/slots": IDLE}
+    found = await benchmark(answers, slots=2, read_joules=lambda: next(more))
+    assert found.decode_joules == 10 / 20
 
 
 @pytest.mark.real
-class TestReal:
-    @pytest.mark.smoke
-    async def test_a_server_is_measured_and_left_idle(self, url: str) -> None:
-        async with unshared_client() as client:
+@pytest.mark.smoke
+async def test_a_server_is_measured_with_whole_prompts_and_left_idle() -> None:
+    # A connection for each request: the server closes those that were idle for 5 s.
+    limits = httpx.Limits(max_keepalive_connections=0)
+    with demo_servers(1, slots=2, context=SLOT_CONTEXT) as (url,):
+        async with httpx.AsyncClient(timeout=120, trust_env=False, limits=limits) as client:
             benchmark = ServerBenchmark(url, client, SMALL_REQUEST, slots=2, context=SLOT_CONTEXT)
             figures = await benchmark.run()
             slots = (await client.get(f"{url}/slots")).json()
-        assert figures.prefill > 0
-        assert figures.decode > 0
-        assert figures.decode_busy > 0
-        assert known(figures.stall) > 0
-        assert not any(slot["is_processing"] for slot in slots)
-
-    async def test_each_prompt_is_prefilled_whole(self, url: str) -> None:
-        async with unshared_client() as client:
             before = await prompt_tokens(client, url)
-            benchmark = ServerBenchmark(url, client, SMALL_REQUEST, slots=1, context=SLOT_CONTEXT)
-            await benchmark.run()
+            await ServerBenchmark(url, client, SMALL_REQUEST, slots=1, context=SLOT_CONTEXT).run()
             read = await prompt_tokens(client, url) - before
-        repeats, remainder = divmod(read, SMALL_REQUEST.prompt)
-        assert repeats in {1, 2, 3}
-        assert remainder == 32  # the warm-up's
+    assert min(figures.prefill, figures.decode, figures.decode_busy, known(figures.stall)) > 0
+    assert not any(slot["is_processing"] for slot in slots)
+    repeats, remainder = divmod(read, SMALL_REQUEST.prompt)
+    assert repeats in {1, 2, 3}
+    assert remainder == 32  # the warm-up's
 
 
 async def prompt_tokens(client: httpx.AsyncClient, url: str) -> int:

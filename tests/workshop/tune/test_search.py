@@ -1,29 +1,36 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import random
 from collections.abc import Callable
-from dataclasses import astuple, replace
-from itertools import product
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+import yaml
 
+from gateway.cli.workshop.tune import print_report
 from gateway.local.gguf import ModelFile
 from gateway.local.plan import plan_servers
 from gateway.local.topology import Topology, read_topology
-from gateway.workshop.tune.report import build_report
+from gateway.workshop.tune.report import (
+    WriteError,
+    check_target,
+    draw_report,
+    role_variables,
+    write_result,
+)
 from gateway.workshop.tune.search import (
     BATCH_SIZES,
     MICRO_BATCH_SIZES,
-    REPEATS,
     BenchmarkRequest,
     BenchmarkResult,
     Figures,
     Measurement,
     MeasurementLog,
-    ScoreHistory,
     Search,
     SearchSpace,
     Setting,
@@ -103,87 +110,11 @@ def test_the_best_of_a_surface_is_found(best: Setting, noise: float) -> None:
     assert all(one.micro_batch <= one.batch for one in search.history.scores)
 
 
-def test_noise_rarely_hides_the_best_or_makes_the_result_worse_than_the_start() -> None:
-    best = Setting(12, 512, 512, 4, "free")
-    surface = towards(best, steep=0.25)
-    ends = [run(surface, noise=0.04, seed=seed) for seed in range(40)]
-    assert sum(search.best == best for search, _ in ends) >= 34
-    assert all(surface(search.best) < surface(START) for search, _ in ends)
-    assert max(measured for _, measured in ends) <= MOST
-
-
 def test_on_a_flat_surface_the_rule_of_thumb_stays() -> None:
     unchanged = sum(
         run(lambda _: 30.0, noise=0.03, seed=seed)[0].best == START for seed in range(60)
     )
     assert unchanged >= 54
-
-
-def test_without_any_difference_nothing_is_changed_and_little_is_measured() -> None:
-    search, measured = run(lambda _: 30.0)
-    assert search.best == START
-    rivals = sum(len(SPACE.values(knob)) - 1 for knob in SPACE.__slots__)
-    again = len(SPACE.__slots__) - 1  # the first setting, before each further knob
-    assert measured == REPEATS + rivals + again
-
-
-def test_a_machine_that_gets_slower_does_not_hide_the_best() -> None:
-    best = Setting(16, 512, 256, 4, "cores")
-    surface, search, rng = towards(best, steep=0.4), Search(SPACE, START), random.Random(3)
-    for number, setting in enumerate(search.settings_to_measure()):
-        slower = 1 + 0.003 * number  # 10 % within the search
-        search.history.add(setting, surface(setting) * slower * math.exp(rng.gauss(0, 0.01)))
-    assert search.best == best
-
-
-def test_knobs_that_depend_on_each_other_are_turned_again() -> None:
-    def surface(setting: Setting) -> float:
-        # Fewer threads are better, but only once there are many slots.
-        right = 12 if setting.slots >= 4 else 16
-        return 30 * (1 + 0.05 * abs(setting.threads - right)) / math.sqrt(setting.slots)
-
-    search, measured = run(surface, noise=0.01)
-    assert (search.best.threads, search.best.slots) == (12, 8)
-    assert search.searched_knobs.count("threads") == 2
-    assert measured <= 1.5 * MOST
-
-
-def test_a_direction_that_gets_clearly_worse_is_left() -> None:
-    search, _ = run(towards(Setting(16, 512, 256, 1, "free"), steep=1.0), noise=0.01)
-    assert {setting.slots for setting in search.history.scores} == {1, 2, 3}
-
-
-def test_a_setting_that_does_not_run_ends_its_direction_only() -> None:
-    search = Search(SPACE, START)
-    surface = towards(Setting(16, 512, 256, 8, "free"))
-    for setting in search.settings_to_measure():
-        search.history.add(setting, None if setting.slots > 3 else surface(setting))
-    assert search.best.slots == 3
-    assert {setting.slots for setting in search.history.failed} == {4}
-
-
-def test_a_first_setting_that_does_not_run_ends_the_search() -> None:
-    search = Search(SPACE, START)
-    measured = []
-    for setting in search.settings_to_measure():
-        measured.append(setting)
-        search.history.add(setting, None)
-    assert measured == [START]
-
-
-def test_a_stopped_search_knows_its_unsearched_knobs() -> None:
-    search = Search(SPACE, START)
-    for number, setting in enumerate(search.settings_to_measure()):
-        if number == 4:
-            break
-        search.history.add(setting, 30.0)
-    assert search.best == START
-    assert search.unsearched_knobs() == ["threads", "micro_batch", "slots", "batch", "pinning"]
-
-
-def test_the_size_of_the_grid_counts_settings_that_are_possible() -> None:
-    possible = [one for one in product(*astuple(SPACE)) if one[2] <= one[1]]
-    assert SPACE.size == len(possible)
 
 
 async def test_a_search_ends_with_the_best_and_says_by_how_much(bench: Bench) -> None:
@@ -211,16 +142,6 @@ async def test_no_measurement_begins_that_would_end_too_late(bench: Bench) -> No
     assert found.as_dict()["not_searched"]
 
 
-async def test_the_time_may_end_within_the_first(bench: Bench) -> None:
-    async def slow(setting: Setting, seconds: float) -> BenchmarkResult:
-        raise TimeoutError
-
-    session = bench.session()
-    await session.run(slow, seconds=60, record=bench.records.append)
-    assert session.end_reason == "time"
-    assert build_report(session) is None
-
-
 async def test_a_later_run_goes_on_where_the_first_one_stopped(
     bench: Bench, tmp_path: Path
 ) -> None:
@@ -236,15 +157,6 @@ async def test_a_later_run_goes_on_where_the_first_one_stopped(
     third = bench.session()
     assert await bench.run(third) == []
     assert third.end_reason == "complete"
-
-
-async def test_another_goal_uses_the_same_measurements(bench: Bench) -> None:
-    await bench.run(bench.session())
-    before = len(bench.measured)
-    session = bench.session()
-    session.goal = "throughput"
-    await bench.run(session)
-    assert len(session.measurements) > len(bench.measured) - before
 
 
 async def test_cancelling_keeps_the_measurements(bench: Bench) -> None:
@@ -275,79 +187,29 @@ async def test_a_setting_that_fails_is_reported_and_tried_again_by_a_later_run(
     assert (await bench.tuned()).best.setting.slots == 4
 
 
-class TestRecords:
-    ONE = Measurement(
-        Setting(4, 512, 256, 2, "free"), Figures(1.0, 2.0, 3.0, None, None), None, 9.5, 1e9, 0.1
-    )
-    FAILED = Measurement(Setting(4, 512, 256, 8, "free"), None, "no memory", 1.0, 1e9)
-
-    def test_other_models_and_machines_are_left_alone(self, tmp_path: Path) -> None:
-        ours, other = (
-            MeasurementLog(tmp_path / "t.jsonl", SUBJECT | {"model": name}) for name in ("a", "b")
-        )
-        ours.append(self.ONE)
-        assert other.read() == ([], 0)
-        other.append(self.FAILED)
-        assert ours.read() == ([self.ONE], 0)
-
-    def test_a_line_that_a_kill_cut_short_costs_itself_only(self, tmp_path: Path) -> None:
-        records = MeasurementLog(tmp_path / "new" / "t.jsonl", SUBJECT)
-        assert records.read() == ([], 0)
-        records.append(self.ONE)
-        with records.path.open("a") as file:
-            file.write('{"subject": {"mod')
-        records.append(self.FAILED)
-        assert records.read() == ([self.ONE, self.FAILED], 1)
-
-    def test_a_new_log_keeps_the_old_one(self, tmp_path: Path) -> None:
-        records = MeasurementLog(tmp_path / "t.jsonl", SUBJECT)
-        records.rotate()
-        records.append(self.ONE)
-        records.rotate()
-        assert records.read() == ([], 0)
-        assert len((tmp_path / "t.jsonl.1").read_text().splitlines()) == 1
+ONE = Measurement(
+    Setting(4, 512, 256, 2, "free"), Figures(1.0, 2.0, 3.0, None, None), None, 9.5, 1e9, 0.1
+)
+FAILED = Measurement(Setting(4, 512, 256, 8, "free"), None, "no memory", 1.0, 1e9)
 
 
-def test_figures_without_energy_do_not_hide_those_with_it() -> None:
-    """Measurements of an earlier run, from before the counters could be read, have none."""
-    old = Figures(1.0, 2.0, 3.0, None, None)
-    new = [Figures(1.0, 2.0, 3.0, None, None, 0.2, joules) for joules in (4.0, 6.0)]
-    assert median_figures([old, *new]).decode_joules == 5.0
-    assert combine_servers(new).prefill_joules == pytest.approx(0.2)
-    assert median_figures([old]).decode_joules is None
-
-
-MEASURED = Setting(16, 512, 256, 2, "free")
-
-
-class TestHistory:
-    def test_noise_is_found_from_repeats(self) -> None:
-        rng = random.Random(2)
-        history = ScoreHistory()
-        for slots in range(1, 41):
-            setting = MEASURED.with_knob("slots", slots)
-            for _ in range(3):
-                history.add(setting, slots * math.exp(rng.gauss(0, 0.05)))
-        assert history.noise() == pytest.approx(0.05, rel=0.15)
-        alike = ScoreHistory()
-        for _ in range(2):
-            alike.add(MEASURED, 30.0)
-        assert alike.noise() > 0.01
-
-    def test_one_outlier_does_not_move_a_setting(self) -> None:
-        history = ScoreHistory()
-        for seconds in (30.0, 90.0, 30.3):
-            history.add(MEASURED, seconds)
-        assert history.median_score(MEASURED) == 30.3
-
-    def test_fewer_seconds_are_better(self) -> None:
-        history, other = ScoreHistory(), MEASURED.with_knob("threads", 12)
-        for _ in range(3):
-            history.add(MEASURED, 30.0)
-            history.add(other, 20.0)
-        assert history.clearly_better(other, MEASURED)
-        assert not history.clearly_better(MEASURED, other)
-        assert history.gain(other, MEASURED) == pytest.approx(1 / 3)
+def test_a_line_that_a_kill_cut_short_costs_itself_only_and_a_new_log_keeps_the_old_one(
+    tmp_path: Path,
+) -> None:
+    records = MeasurementLog(tmp_path / "new" / "t.jsonl", SUBJECT)
+    records.rotate()
+    assert records.read() == ([], 0)
+    records.append(ONE)
+    with records.path.open("a") as file:
+        file.write('{"subject": {"mod')
+    records.append(FAILED)
+    assert records.read() == ([ONE, FAILED], 1)
+    # Other models and machines are left alone.
+    other = MeasurementLog(records.path, SUBJECT | {"model": "other"})
+    assert other.read() == ([], 1)
+    records.rotate()
+    assert records.read() == ([], 0)
+    assert "no memory" in records.path.with_name("t.jsonl.1").read_text()
 
 
 MODEL = ModelFile(Path("/models/m.gguf"), "m", 4 << 30, 32_768)
@@ -381,13 +243,6 @@ def test_the_search_begins_with_the_setting_of_up(two_sockets: Topology) -> None
         assert changed == same
 
 
-def test_the_start_is_in_the_space(two_sockets: Topology, smt: Topology) -> None:
-    for topology in (two_sockets, smt):
-        start, space = rule_of_thumb(topology), search_space(topology, context=256, max_slots=1)
-        for knob in ("threads", "batch", "micro_batch", "slots", "pinning"):
-            assert getattr(start, knob) in space.values(knob)
-
-
 def test_threads_are_physical_cores_at_most_and_no_more_than_a_quota(smt: Topology) -> None:
     for quota, threads in ((None, (2, 3, 4)), (2.0, (1, 2))):
         machine = replace(smt, cpu_quota=quota)
@@ -405,31 +260,11 @@ def test_one_thread_of_each_core_is_tried_where_cores_have_several(
     assert search_space(plain, context=4096, max_slots=8).pinning == ("free",)
 
 
-def test_servers_of_several_nodes_are_always_pinned(two_sockets: Topology) -> None:
-    assert search_space(two_sockets, context=4096, max_slots=8).pinning == ("node",)
-    specs = [
-        server_spec(rule_of_thumb(two_sockets), spec, two_sockets, 4096)
-        for spec in plan_servers(two_sockets, MODEL)
-    ]
-    assert [(spec.memory_node, spec.no_mmap) for spec in specs] == [(0, True), (1, True)]
-    assert [spec.cpus for spec in specs] == [
-        (0, 1, 2, 3, 8, 9, 10, 11),
-        (4, 5, 6, 7, 12, 13, 14, 15),
-    ]
-
-
 def test_efficiency_cores_are_left_out(tmp_path: Path) -> None:
     root = make_machine(tmp_path, [[[0, 1], [2], [3]]])
     write(root, "sys/devices/cpu_core/cpus", "0-1\n")
     write(root, "sys/devices/cpu_atom/cpus", "2-3\n")
     assert rule_of_thumb(read_topology(root)) == Setting(1, 512, 256, 2, "node")
-
-
-def test_batch_and_micro_batch_follow_each_other() -> None:
-    start = Setting(4, 512, 256, 2, "free")
-    assert start.with_knob("micro_batch", 1024) == Setting(4, 1024, 1024, 2, "free")
-    assert start.with_knob("batch", 128) == Setting(4, 128, 128, 2, "free")
-    assert start.with_knob("batch", 2048) == Setting(4, 2048, 256, 2, "free")
 
 
 @each_case(
@@ -454,3 +289,73 @@ def test_repeats_give_medians_and_servers_give_means() -> None:
     fast = Figures(120.0, 30.0, 20.0, 1.0, 300)
     assert median_figures([FIGURES, slow, fast]) == Figures(100.0, 10.0, 16.0, 4.0, 300)
     assert combine_servers([slow, fast]) == Figures(100.0, 19.0, 17.0, 6.0, 400)
+
+
+ROLE = Path(__file__).parents[3] / "deploy/ansible/roles/llama_node/defaults/main.yml"
+AT = datetime(2026, 5, 1, 12, 30, tzinfo=UTC)
+
+
+async def test_the_verdict_says_when_nothing_is_better_and_what_energy_was_measured(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def same(setting: Setting, seconds: float) -> BenchmarkResult:
+        return Figures(100.0, 10.0, 10.0, 1.0, None, 0.25, 7.2), None
+
+    session = bench.session()
+    await session.run(same, seconds=600, record=bench.records.append)
+    found = reported(session)
+    assert found.verdict()[0].startswith("Nothing that was tried is better than the rule of thumb")
+    assert not found.as_dict()["better_than_rule_of_thumb"]
+    assert not any(row.more_than_noise for row in found.results)
+    assert (
+        "takes 7.2 J for a written token (2 kWh a million) and 0.25 J for a prompt token"
+        in " ".join(found.verdict())
+    )
+    print_report(found)
+    assert "J/TOK" in capsys.readouterr().out
+
+
+async def test_host_vars_hold_variables_of_the_role_and_their_measurements(
+    bench: Bench, tmp_path: Path
+) -> None:
+    path, tuned = tmp_path / "tuned.yml", await bench.tuned()
+    write_result(path, tuned, bench.topology, SUBJECT, AT)
+    text = path.read_text()
+    comment, _, _ = text.partition("\n---\n")
+    assert all(line.startswith("# ") for line in comment.splitlines())
+    names = {"threads": 4, "batch": 128, "ubatch": 128, "slots": 4}
+    assert yaml.safe_load(text) == {f"llama_node_{name}": value for name, value in names.items()}
+    assert "# Goal balanced: requests of 1000 + 100 tokens" in text
+    assert "2026-05-01 12:30 UTC" in text
+    check_target(path)  # its own file may be written again
+    write_result(tmp_path / "tuned.json", tuned, bench.topology, SUBJECT, AT)
+    found = json.loads((tmp_path / "tuned.json").read_text())
+    assert (found["best"]["setting"]["slots"], found["subject"]) == (4, SUBJECT)
+    assert len(found["tried"]) == len(set(bench.measured))
+    # The role knows every variable, and cores are an affinity for systemd.
+    written = role_variables(Setting(4, 512, 256, 2, "cores"), bench.topology)
+    assert len(written) == 5
+    assert set(written) <= set(yaml.safe_load(ROLE.read_text()))
+    assert written["llama_node_service_options"] == {"CPUAffinity": "0-3"}
+
+
+def test_other_variables_are_neither_overwritten_nor_hidden(tmp_path: Path) -> None:
+    path = tmp_path / "main.yml"
+    path.write_text("llama_node_slots: 3\n")
+    with pytest.raises(WriteError, match="a file of its own"):
+        check_target(path)
+    folder = tmp_path / "host_vars" / "epyc-1"
+    folder.mkdir(parents=True)
+    check_target(folder / "tuned.yml")
+    (tmp_path / "host_vars" / "epyc-1.yml").write_text("a: 1\n")
+    with pytest.raises(WriteError, match=r"Remedy: mv .*epyc-1\.yml .*main\.yml"):
+        check_target(folder / "tuned.yml")
+    for name in ("tuned.txt", "missing/tuned.yml"):
+        with pytest.raises(WriteError):
+            check_target(tmp_path / name)
+
+
+@pytest.mark.slow
+async def test_a_search_that_was_stopped_can_be_drawn(bench: Bench, tmp_path: Path) -> None:
+    draw_report(tmp_path / "tuned.svg", await bench.tuned(minutes=2), "title")
+    assert b"<svg" in (tmp_path / "tuned.svg").read_bytes()
