@@ -197,8 +197,3 @@ async def a_fleet(
         yield running
     finally:
         await fleet.aclose()
-
-
-def seconds_per_token(speed: Speed, busy: float) -> float:
-    """Seconds a token with so many busy slots, the writing one included."""
-    return speed.token_base + speed.token_step * max(0.0, busy - 1)

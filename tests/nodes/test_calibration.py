@@ -14,7 +14,7 @@ import pytest
 
 from gateway.config.inventory import NodeSpec
 from gateway.events import EventBus, NodeCalibrated
-from gateway.nodes.calibration import MOST_AT_ONCE, Calibrator, due, shown_timings
+from gateway.nodes.calibration import MOST_AT_ONCE, Calibrator, due
 from gateway.nodes.node import MOST_CALIBRATIONS, Node, NodeState
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
@@ -119,36 +119,6 @@ async def test_nodes_that_write_nothing_are_calibrated_by_what_they_read(keys: A
 
 
 @in_virtual_time
-async def test_a_node_that_is_too_slow_or_broken_is_tried_a_few_times() -> None:
-    broken = EmulatedNode(slots=1)
-    slow = EmulatedNode(slots=1, prefill_tps=50.0, decode_tps=0.3, prefill_stalls=True)
-    async with (
-        broken,
-        slow,
-        calibrated(a_spec(url=broken.url), a_spec("b", slow.url, host="b")) as (running, ended),
-    ):
-        broken.faults.set("status", status=500)
-        await running.until(lambda: any(event.node == "b" for event in ended), limit=60)
-        assert ended[-1].outcome == "timed_out"
-        assert running["b"].speed.expected_prefill_tps < 12
-        failed = [event for event in ended if event.node == "a"]
-        assert [event.outcome for event in failed] == ["failed"] * 2
-        assert "500" in failed[0].detail
-        assert (running["a"].state, running["a"].circuit.failures) == (NodeState.READY, 0)
-
-
-@in_virtual_time
-async def test_a_node_that_reads_too_slowly_to_end_in_time_is_known_as_slow() -> None:
-    async with (
-        EmulatedNode(slots=1, prefill_tps=6.0, decode_tps=3.0) as server,
-        calibrated(a_spec(url=server.url)) as (running, ended),
-    ):
-        await running.until(lambda: bool(ended), limit=60)
-        assert ended[0].outcome == "timed_out"
-        assert running["a"].speed.expected_prefill_tps < 12
-
-
-@in_virtual_time
 async def test_a_measured_node_is_only_warmed_up_after_its_server_has_loaded() -> None:
     async with (
         EmulatedNode(slots=1, **HALF) as server,
@@ -167,23 +137,6 @@ async def test_a_measured_node_is_only_warmed_up_after_its_server_has_loaded() -
         await asyncio.sleep(60)
         assert len(ended) == 2
         assert running["a"].speed.samples == 1
-
-
-@in_virtual_time
-async def test_a_drain_and_the_end_of_the_gateway_end_a_calibration() -> None:
-    slow: dict[str, Any] = {"prefill_tps": 20.0, "decode_tps": 2.0, "prefill_stalls": True}
-    async with EmulatedNode(slots=1, batch=32, **slow) as server:
-        async with calibrated(a_spec(url=server.url)) as (running, ended):
-            node = running["a"]
-            for resumed in (True, False):
-                await running.until(lambda: server.slots.busy == 1)
-                if resumed:
-                    running.fleet.drain("a")
-                    await running.until(lambda: not node.leases, limit=1.5)
-                    await running.until(lambda: server.slots.busy == 0, limit=2)
-                    running.fleet.resume("a")
-        # The calibrator has been cancelled.
-        assert (len(node.leases), node.calibration.penalty, ended) == (0, 0.0, [])
 
 
 def test_only_idle_llama_cpp_nodes_of_unknown_speed_are_due() -> None:
@@ -236,16 +189,6 @@ def test_a_node_is_tried_later_and_later_and_not_for_ever() -> None:
     assert not due([node], (), clock())  # It may have died of it.
     node.calibration.server_started(node.requests, replaced=True)
     assert due([node], (), clock())
-
-
-def test_the_last_timings_of_a_reply_count_even_if_it_was_cut_off() -> None:
-    reply = b'data: {"timings":{"prompt_n":1}}\n\ndata: {"timings":{"prompt_n":2}}\n\ndata: {"ti'
-    assert shown_timings(reply, 9.0) == {"prompt_n": 2}
-    assert shown_timings(b'{"usage":{"prompt_tokens":50}}', 0.5) == {
-        "prompt_n": 50,
-        "prompt_ms": 500.0,
-    }
-    assert shown_timings(b"\xff[1]\n\n1", 1.0) is None
 
 
 @asynccontextmanager

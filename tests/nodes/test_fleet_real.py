@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import math
 import os
 import signal
@@ -13,15 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.nodes.node import LeasePhase, Node, NodeState
-from gateway.nodes.speed import sample_from_timings
+from gateway.nodes.node import LeasePhase, NodeState
 from tests.nodes.build import (
-    Running,
     a_fleet,
     a_spec,
     is_held,
     learn_timings,
-    seconds_per_token,
     take,
 )
 from tests.servers import running_demo_servers
@@ -103,48 +98,3 @@ async def test_a_real_server_that_hangs_is_mute_with_work_and_down_without() -> 
             finally:
                 os.kill(server.pid, signal.SIGCONT)
             await fleet.until_state("a", NodeState.READY, limit=LIMIT)
-
-
-async def test_a_killed_real_server_goes_down_within_seconds() -> None:
-    with running_demo_servers(2) as [one, two]:
-        specs = [a_spec("a", one.url), a_spec("b", two.url)]
-        async with a_fleet(*specs, **REAL) as fleet:
-            await asyncio.to_thread(one.kill)
-            await fleet.until_state("a", NodeState.DOWN, limit=LIMIT)
-            assert "no connection" in fleet["a"].reason
-            assert fleet.state("b") is NodeState.READY
-
-
-async def test_decode_speed_is_learnt_by_busy_slots_of_a_real_server() -> None:
-    """The learnt speeds lie within the server's own timings, alone and with a neighbour."""
-    with running_demo_servers(1, slots=2, context=4096) as [server]:
-        async with a_fleet(a_spec(url=server.url), **REAL) as fleet:
-            node, seen = fleet["a"], dict[int, list[float]]({1: [], 2: []})
-            for busy in (1, 2, 1, 2):
-                seen[busy] += await asyncio.gather(*(_decode(fleet, node) for _ in range(busy)))
-            # A busy machine delays single answers, with a neighbour or without.
-            reported = [seconds for measured in seen.values() for seconds in measured]
-            for busy in seen:
-                learnt = seconds_per_token(node.speed, busy)
-                assert 0.5 * min(reported) < learnt < 2 * max(reported), (busy, learnt, seen)
-            assert node.speed.prefill_tps is not None
-
-
-async def _decode(fleet: Running, node: Node) -> float:
-    """Seconds a token of one stream, from the node's timings, which the fleet learns too."""
-    lease, last = take(node), b""
-    moved = False
-    body = CHAT | {"max_tokens": 400, "timings_per_token": False}
-    async with pool_client(lease.upstream).stream(
-        "POST", "/v1/chat/completions", json=body
-    ) as response:
-        async for line in response.aiter_lines():
-            if '"content":"' in line and not moved:
-                moved = True
-                lease.content_received(time.monotonic())
-            if '"timings"' in line:
-                last = line.removeprefix("data: ").encode()
-    lease.release()
-    timings = json.loads(last)["timings"]
-    fleet.fleet.learn_speed(node, sample_from_timings(timings, lease.observed_timing()))
-    return float(timings["predicted_ms"]) / 1000 / int(timings["predicted_n"])

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from gateway.nodes.circuit import KEY_REJECTED_SECONDS, MOST_LIMIT, START_LIMIT
+from gateway.nodes.circuit import START_LIMIT
 from gateway.nodes.health import judge_state
 from gateway.nodes.lifecycle import ProbeHistory
 from gateway.nodes.node import (
@@ -65,13 +65,6 @@ def test_endpoints_are_those_declared_or_all_but_refused_ones(
     assert found + ["vision"] * node.supports("chat", vision=True) == supports
 
 
-def test_an_endpoint_without_slots_may_turn_out_to_take_more() -> None:
-    node = a_node(kind="openai")
-    assert (node.slots_total, node.most_slots) == (START_LIMIT, MOST_LIMIT)
-    assert a_node(kind="openai", slots=2).most_slots == 2
-    assert a_node().most_slots == 1
-
-
 def test_an_endpoint_that_asked_for_a_pause_has_no_free_slots() -> None:
     clock = Clock()
     node = a_node(clock, kind="openai", slots=4)
@@ -109,18 +102,6 @@ def test_free_and_busy_slots_count_ours_and_those_of_others() -> None:
     assert node.slots_busy == 4
     take(node, 5)
     assert (node.slots_busy, node.free_slots(node.clock())) == (6, 0), "never fewer than ours"
-
-
-def test_a_rejected_key_is_not_tried_for_a_while() -> None:
-    clock = Clock()
-    node = a_node(clock)
-    node.key_rejection.record("wrong key", clock())
-    assert judge_state(node, clock()) == (NodeState.DOWN, "wrong key")
-    clock.passes(KEY_REJECTED_SECONDS)
-    assert judge_state(node, clock())[0] is NodeState.READY
-    node.key_rejection.record("wrong key", clock())
-    node.replace_upstream(no_upstream(), clock())
-    assert judge_state(node, clock())[0] is NodeState.READY
 
 
 def test_a_key_that_has_just_worked_must_be_rejected_twice() -> None:
@@ -188,33 +169,6 @@ def test_the_first_state_that_holds_wins() -> None:
         "standby", "draining", "down", "unloaded", "unloading", "failed", "sleeping", "loading",
         "starting", "ejected", "mute", "degraded", "ready",
     ]  # fmt: skip
-
-
-def test_the_reason_says_why_a_node_gets_no_work() -> None:
-    assert judge_state(a_node(enabled=False), 0) == (
-        NodeState.STANDBY,
-        "enabled: false in the inventory",
-    )
-    assert judge_state(a_node(standby=True), 0) == (
-        NodeState.STANDBY,
-        "standby: true in the inventory, without start and stop",
-    )
-    node = everything_at_once()
-    node.spec, node.draining = a_spec(), False
-    assert judge_state(node, 1000.0) == (NodeState.DOWN, "no connection")
-
-
-def test_the_reason_of_an_ejection_has_the_failures_and_the_next_step() -> None:
-    node = a_node()
-    for _ in range(5):
-        node.circuit.record_failure(1000.0)
-    assert judge_state(node, 1000.0)[1] == (
-        "5 requests in a row failed; no work for about 30 s, then one on trial"
-    )
-    assert judge_state(node, 1040.0) == (
-        NodeState.EJECTED,
-        "5 requests in a row failed; the next one is on trial",
-    )
 
 
 def test_a_half_open_node_whose_slots_are_full_takes_nothing() -> None:
@@ -333,12 +287,6 @@ def foreign_after(occupancy: SlotOccupancy, busy: int, now: float) -> int:
     return occupancy.foreign
 
 
-def test_busy_slots_beyond_our_leases_are_others_work_and_fewer_are_none() -> None:
-    occupancy = SlotOccupancy()
-    occupancy.take(1, 10.0)
-    assert [foreign_after(occupancy, busy, 11.0) for busy in (3, 1, 0)] == [2, 0, 0]
-
-
 def test_slots_that_are_fenced_are_others_whether_they_are_seen_busy_or_not() -> None:
     occupancy = SlotOccupancy()
     assert occupancy.fence(2, 10.0)
@@ -390,16 +338,6 @@ def test_a_slot_just_released_may_still_be_reported_busy() -> None:
     assert foreign_after(occupancy, 2, 20.0 + 3 * SLOT_LINGER) == 2
 
 
-def test_overlapping_queries_each_have_their_own_peak() -> None:
-    occupancy = SlotOccupancy()
-    occupancy.take(2, 10.0)
-    with occupancy.slots_query(20.0) as first:
-        occupancy.release(1, 20.1)
-        with occupancy.slots_query(21.0) as second:
-            pass
-    assert (first.peak_leased, second.peak_leased) == (2, 1)
-
-
 def test_busy_slots_are_integrated_over_time() -> None:
     occupancy = SlotOccupancy()
     occupancy.take(1, 100.0)
@@ -412,14 +350,6 @@ def test_busy_slots_are_integrated_over_time() -> None:
     occupancy.record_busy((0,) * 5, query, 106.0)
     occupancy.integrate(107.0)
     assert occupancy.slot_seconds == pytest.approx(9 + 2 + 5)
-
-
-def test_a_clock_that_stands_still_or_goes_back_adds_nothing() -> None:
-    occupancy = SlotOccupancy()
-    occupancy.take(1, 100.0, prefilling=True)
-    occupancy.integrate(100.0)
-    occupancy.integrate(90.0)
-    assert (occupancy.slot_seconds, occupancy.prefill_seconds) == (0, 0)
 
 
 def test_a_lease_measures_the_busy_slots_during_its_decode() -> None:
@@ -456,30 +386,6 @@ def test_a_lease_measures_the_prefills_of_others_meanwhile() -> None:
     assert [one and one.stalled_seconds for one in seen] == pytest.approx([5, 7, 0])
 
 
-def test_an_answer_in_one_piece_has_no_ttft() -> None:
-    clock = Clock()
-    node = a_node(clock, slots=4)
-    lease, other = take(node, stream=False), take(node, stream=False)
-    clock.passes(4)
-    lease.release()
-    other.release()
-    seen = lease.observed_timing()
-    assert seen is not None
-    assert (seen.ttft, seen.duration, seen.busy_slots) == (None, 4, 2)
-
-
-def test_a_lease_without_slots_or_duration_measures_nothing_wrong() -> None:
-    node = a_node()
-    none = take(node, 0)
-    none.release()
-    assert none.observed_timing() is None
-    lease = take(node)
-    lease.release()
-    seen = lease.observed_timing()
-    assert seen is not None
-    assert (seen.duration, seen.busy_slots) == (0, 1)
-
-
 def test_an_abandoned_prefill_counts_until_its_slot_is_free() -> None:
     clock = Clock()
     node = a_node(clock, slots=2)
@@ -493,41 +399,3 @@ def test_an_abandoned_prefill_counts_until_its_slot_is_free() -> None:
     seen = other.observed_timing()
     assert seen is not None
     assert seen.stalled_seconds == pytest.approx(3)
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["take", "plain", "move", "leave", "give"]),
-            st.integers(0, 7),
-            st.floats(0, 100),
-        )
-    )
-)
-def test_any_events_leave_the_means_possible(
-    events: list[tuple[str, int, float]],
-) -> None:
-    clock = Clock()
-    node = a_node(clock, slots=8)
-    leases = []
-    for what, which, seconds in events:
-        now = clock.passes(seconds)
-        if what in {"take", "plain"}:
-            leases.append(take(node, 1 + which % 2, stream=what == "take"))
-        elif leases:
-            lease = leases[which % len(leases)]
-            match what:
-                case "move":
-                    lease.content_received(now)
-                case "leave":
-                    lease.abandon()
-                case _:
-                    lease.release()
-    for lease in leases:
-        lease.release()
-        seen = lease.observed_timing()
-        assert seen is not None
-        assert lease.slots - 1e-6 <= seen.busy_slots <= 2 * len(leases) + 1e-6
-        assert 0 <= seen.stalled_seconds <= seen.duration
-        assert 1 - 1e-6 <= seen.mean_prefills <= 2 * len(leases) + 1e-6
-    assert node.occupancy.leased == node.occupancy.prefills == 0

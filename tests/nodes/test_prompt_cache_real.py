@@ -15,8 +15,7 @@ from gateway.lease import KeyedHash
 from gateway.nodes.prompt_cache import FleetPromptCache
 from gateway.request.prompt_key import BLOCK_BYTES, VolatileLines, build_prompt_key
 from gateway.request.routes import ROUTES
-from tests.servers import running_demo_servers, spawn_demo_server, stop_demo_server
-from tests.servers import wait_for_demo_server as wait_for
+from tests.servers import running_demo_servers
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 
@@ -110,25 +109,3 @@ def test_a_conversation_is_lost_when_a_similar_one_takes_its_slot() -> None:
     assert 0 < taken.cached < taken.prompt
     assert abs(taken.believed - taken.cached) <= taken.block
     assert abs(back.believed - back.cached) <= back.block
-
-
-def test_after_a_restart_of_the_server_nothing_is_predicted() -> None:
-    memory = FleetPromptCache()
-    memory.resize(NODE, 2)
-    server = spawn_demo_server(slots=2)
-    try:
-        talk = Talk(wait_for(server), memory, "home")
-        talk.say()
-        assert talk.say().believed > 0
-    finally:
-        stop_demo_server(server)
-    memory.forget_node(NODE)
-    memory.resize(NODE, 2)
-    server = spawn_demo_server(slots=2)
-    try:
-        talk.url = wait_for(server)
-        turn = talk.say()
-    finally:
-        stop_demo_server(server)
-    assert turn.believed == 0
-    assert turn.cached < turn.block

@@ -15,10 +15,8 @@ from gateway.nodes.router import (
     LONGEST_EVENT,
     MOST_BY_OTHERS,
     MOST_RETRY,
-    MOST_RUNNING,
     MOST_UNLOAD,
     OTHERS_PAUSE,
-    REFUSED_RETRY,
     EventLines,
     LoadPhase,
     ModelEvent,
@@ -192,13 +190,6 @@ def test_a_failed_load_is_tried_again_after_longer_each_time() -> None:
     assert ready.failures == 0
 
 
-def test_a_router_that_has_no_room_or_does_not_answer_is_no_failure_of_the_model() -> None:
-    load = ordered()
-    load.load_refused("full", 1.0)
-    assert (load.phase, load.failures) == (LoadPhase.UNLOADED, 0)
-    assert load.retry_at == 1.0 + REFUSED_RETRY
-
-
 @pytest.mark.parametrize("phase", [LoadPhase.READY, LoadPhase.RETIRING, LoadPhase.LOADING])
 def test_a_router_s_restart_is_nobody_s_doing(phase: LoadPhase) -> None:
     load = ModelLoad(phase=phase)
@@ -243,15 +234,6 @@ def test_a_router_that_others_command_too_is_left_alone_for_a_while() -> None:
     assert not any(seldom.changed_by_others(every * number) for number in range(50))
 
 
-def test_a_router_is_the_same_process_while_its_events_are_followed() -> None:
-    record = RouterRecord()
-    assert record.followed(5.0) is False
-    record.following(6.0)
-    assert (record.followed(5.0), record.followed(7.0)) == (False, True)
-    record.following(None)
-    assert record.followed(7.0) is None
-
-
 # Endpoints of kind `openai` that load models by themselves.
 
 JSON = st.recursive(
@@ -282,18 +264,6 @@ STATES = ("ready", "starting", "stopping", "stopped", "shutdown", ["ready"], Non
 )
 def test_what_runs_is_read_from_both_forms(answer: object, expected: object) -> None:
     assert read_running(answer) == expected
-
-
-def test_what_runs_is_read_up_to_a_bound() -> None:
-    many = {"running": [{"model": str(number), "state": "ready"} for number in range(5000)]}
-    assert len(read_running(many) or ()) == MOST_RUNNING
-
-
-@given(JSON, st.sampled_from(["running", "models"]))
-def test_no_answer_about_what_runs_breaks_it(answer: object, key: str) -> None:
-    for value in (answer, {key: answer}, {key: [answer, {"model": "a", "state": answer}]}):
-        found = read_running(value)
-        assert found is None or all(isinstance(name, str) for name in found)
 
 
 @given(JSON)

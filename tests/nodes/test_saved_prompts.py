@@ -94,20 +94,6 @@ async def test_a_model_that_is_loaded_again_has_its_prompts(tmp_path: Path) -> N
 
 
 @in_virtual_time
-async def test_a_prompt_that_was_not_used_since_its_restore_is_saved_again(
-    tmp_path: Path,
-) -> None:
-    async with site(tmp_path) as one:
-        await one.ask("a", 1, 2)
-        for _ in range(2):
-            await one.models.ask("b", "Hello.")
-            await one.models.ask("a", "Hello.")
-        # The slot that was used has another prompt now, and its file still the one of before.
-        assert one.models.told == [*SAVED, *RESTORED, ("r1/a", "saved", 1), *RESTORED]
-        assert await one.cached(1, 2) == [True, True]
-
-
-@in_virtual_time
 async def test_nothing_is_saved_that_the_settings_do_not_allow_or_that_is_not_worth_it(
     tmp_path: Path,
 ) -> None:
@@ -135,37 +121,6 @@ async def test_files_of_other_weights_are_erased_and_no_text_is_wrong(tmp_path: 
         await one.models.ask("b", "Hello.")
         assert await one.cached(1, 2) == [True, True]
         assert one.models.told == [*SAVED, *RESTORED]
-
-
-@in_virtual_time
-async def test_another_file_of_a_slot_is_erased_alone(tmp_path: Path) -> None:
-    async with site(tmp_path) as one:
-        await one.ask("a", 1, 2)
-        await one.models.ask("b", "Hello.")
-        other = one.files[one.path(0)]
-        one.files[one.path(0)] = other._replace(tokens=other.tokens[: len(other.tokens) // 2])
-        assert await one.cached(2, 1) == [True, False]
-        told = [("r1/a", "mismatch", 1), ("r1/a", "restored", 1)]
-        assert one.models.told == [*SAVED, *told]
-
-
-@in_virtual_time
-async def test_a_server_with_other_arguments_does_not_get_the_files(tmp_path: Path) -> None:
-    async with site(tmp_path) as one:
-        await one.ask("a", 1, 2)
-        await one.models.ask("b", "Hello.")
-        one.router.models["a"].node.sleep_idle_seconds = 1e6
-        assert await one.cached(1, 2) == [False, False]
-        assert one.models.told == SAVED
-
-
-@in_virtual_time
-async def test_a_server_that_saves_nothing_is_unloaded_all_the_same(tmp_path: Path) -> None:
-    async with site(tmp_path, slot_files=None) as one:
-        await one.ask("a", 1, 2)
-        await one.models.ask("b", "Hello.")
-        assert one.models.told == [("r1/a", "failed", 1)]
-        assert await one.cached(1, 2) == [False, False]
 
 
 @in_virtual_time
@@ -286,10 +241,3 @@ async def test_only_a_file_is_read_for_a_digest_and_not_for_longer_than_there_is
     with pytest.raises(saved_prompts._Wrong, match="no time is left to read a file"):
         await digest("file", 1 << 42, 0.1)
     assert time.monotonic() - began < 5
-
-
-def test_a_canary_agrees_with_itself_alone() -> None:
-    canary = Canary((7, 8), (-0.5, -0.25))
-    assert canary.agrees(Canary((7, 8), (-0.5, -0.2501)))
-    for tokens, logarithms in (((7, 9), (-0.5, -0.25)), ((7, 8), (-0.5, -0.3)), ((7,), (-0.5,))):
-        assert not canary.agrees(Canary(tokens, logarithms)), (tokens, logarithms)
