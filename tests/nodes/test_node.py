@@ -76,21 +76,6 @@ def test_an_endpoint_that_asked_for_a_pause_has_no_free_slots() -> None:
     assert (node.paused(clock()), node.free_slots(clock())) == (False, 4)
 
 
-def test_a_limit_below_the_requests_in_flight_leaves_nothing_free() -> None:
-    node = a_node(kind="openai")
-    leases = [take(node) for _ in range(8)]
-    assert node.concurrency_limit is not None
-    node.concurrency_limit.record_refusal(leases[0].taken_at, node.clock(), retry_after=0.0)
-    assert node.free_slots(node.clock()) == 0
-    for lease in leases[:4]:
-        lease.release()
-    assert node.free_slots(node.clock()) == node.slots_total - 4 == 1
-    declared = a_node(kind="openai", slots=4)
-    assert declared.concurrency_limit is not None
-    declared.concurrency_limit.record_refusal(0.0, declared.clock())
-    assert declared.slots_total == 4
-
-
 def test_free_and_busy_slots_count_ours_and_those_of_others() -> None:
     node = a_node(slots=4)
     take(node, 1)
@@ -299,16 +284,6 @@ def test_slots_that_are_fenced_are_others_whether_they_are_seen_busy_or_not() ->
     assert occupancy.foreign == 0
 
 
-def test_others_that_become_ours_are_counted_once() -> None:
-    occupancy = SlotOccupancy()
-    assert foreign_after(occupancy, 2, 10.0) == 2
-    occupancy.take_over(1, 11.0)
-    occupancy.take(1, 11.0)
-    assert (occupancy.leased, occupancy.foreign) == (1, 1)
-    occupancy.forget_others()
-    assert occupancy.minutes_of_others(11.0) == 0
-
-
 @pytest.mark.parametrize(
     ("later", "left"), [(0, 3), (RECENT_MINUTES - 3, 3), (RECENT_MINUTES - 1, 1), (10_000, 0)]
 )
@@ -336,20 +311,6 @@ def test_a_slot_just_released_may_still_be_reported_busy() -> None:
     occupancy.release(2, 20.0)
     assert foreign_after(occupancy, 2, 20.0 + SLOT_LINGER / 2) == 0
     assert foreign_after(occupancy, 2, 20.0 + 3 * SLOT_LINGER) == 2
-
-
-def test_busy_slots_are_integrated_over_time() -> None:
-    occupancy = SlotOccupancy()
-    occupancy.take(1, 100.0)
-    occupancy.take(2, 102.0)
-    occupancy.release(1, 103.0)
-    occupancy.integrate(105.0)
-    assert occupancy.slot_seconds == pytest.approx(2 * 1 + 1 * 3 + 2 * 2)
-    with occupancy.slots_query(105.0) as query:
-        pass
-    occupancy.record_busy((0,) * 5, query, 106.0)
-    occupancy.integrate(107.0)
-    assert occupancy.slot_seconds == pytest.approx(9 + 2 + 5)
 
 
 def test_a_lease_measures_the_busy_slots_during_its_decode() -> None:

@@ -7,7 +7,6 @@ import random
 import tracemalloc
 from array import array
 from collections.abc import Callable, Iterable
-from os.path import commonprefix
 
 import pytest
 from hypothesis import given, settings
@@ -364,6 +363,11 @@ def test_a_prompt_that_thousands_share_is_compared_with_a_few() -> None:
 # The tree gives the same result as comparing every prompt with every other.
 
 
+def in_common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
 # Few words and lengths, so that prompts share prefixes, branch, and are prefixes of others.
 PROMPTS = st.lists(st.integers(0, 2), max_size=6).map(chain)
 TREE_STEPS = st.lists(
@@ -395,7 +399,7 @@ def test_the_tree_finds_how_far_each_row_agrees(
     for row in range(3):
         for idle in (True, False):
             mine = [b for held, b in kept if held.row == row and held.in_slot is idle]
-            common = [len(commonprefix([blocks, asked])) for blocks in mine]
+            common = [in_common(blocks, asked) for blocks in mine]
             found = [
                 at
                 for edge, at, _ in path

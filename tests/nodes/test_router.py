@@ -15,7 +15,6 @@ from gateway.nodes.router import (
     LONGEST_EVENT,
     MOST_BY_OTHERS,
     MOST_RETRY,
-    MOST_UNLOAD,
     OTHERS_PAUSE,
     EventLines,
     LoadPhase,
@@ -211,14 +210,6 @@ def test_what_others_do_is_told_from_what_we_do() -> None:
     killed = model(failed=True, exit_code=1)
     assert dead.reported(killed, 1.0, 1.0, followed=True) == ("died", None, False)
     assert (dead.phase, dead.failures) == (LoadPhase.UNLOADED, 0)
-
-
-def test_an_unload_that_never_ends_is_not_believed_for_ever() -> None:
-    load = ordered("unload", phase=LoadPhase.READY)
-    late = MOST_UNLOAD + 1.0
-    assert load.reported(model("loaded"), MOST_UNLOAD, MOST_UNLOAD, followed=True) is None
-    load.reported(model("loaded"), late, late, followed=True)
-    assert load.phase is LoadPhase.READY
 
 
 def test_a_router_that_others_command_too_is_left_alone_for_a_while() -> None:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -186,18 +185,6 @@ def test_a_shared_pool_is_known_until_another_process_answers() -> None:
     assert properties.shared_pool
     properties.read_props({"media_marker": "<__media_b__>"})
     assert not properties.shared_pool
-
-
-@pytest.mark.parametrize("end", [ServerProperties.process_ended, ServerProperties.clear_remembered])
-def test_where_processes_have_no_mark_a_shared_pool_is_forgotten_sooner(end: Any) -> None:
-    properties = ServerProperties(remembered=True)
-    properties.read_props({"media_marker": "<__media__>"})
-    properties.pool_learnt()
-    properties.purpose_found("rerank")
-    end(properties)
-    assert not properties.shared_pool
-    assert not properties.all_refused
-    assert (properties.purpose, properties.purpose_asked) == ("rerank", False)
 
 
 @each_case(
