@@ -181,31 +181,6 @@ class Load:
         return self
 
 
-async def test_two_models_on_two_routers_of_one_model_each_are_as_if_pinned(tmp_path: Path) -> None:
-    models = folder_of(tmp_path / "models", "ab")
-    pins = {"models": {"a": {"pin": ["r1"]}, "b": {"pin": ["r2"]}}}
-    by_hand, placed = Load(), Load()
-    with routers(4, models, *ONE_EACH) as found:
-        async with (
-            gateway_over(tmp_path / "pinned", found[:2], pins) as pinned,
-            gateway_over(tmp_path / "placed", found[2:]) as seen,
-        ):
-            await pinned.until_state("r1/a", NodeState.READY)
-            await pinned.until_state("r2/b", NodeState.READY)
-            # In turns, since the machine has other work, and longer where that counts.
-            for _ in range(3):
-                for _ in range(10):
-                    await placed.run(seen.client, "ab", 4, 2.0)
-                    await by_hand.run(pinned.client, "ab", 4, 2.0)
-                if placed.rate >= 0.9 * by_hand.rate:
-                    break
-            assert pinned.loaded() == {"r1/a", "r2/b"}
-        assert not by_hand.failed
-        assert not placed.failed
-        assert seen.loads() <= 6
-        assert placed.rate >= 0.9 * by_hand.rate
-
-
 async def listed(client: httpx.AsyncClient) -> dict[str, str]:
     models = (await client.get("/v1/models")).json()["data"]
     return {model["id"]: model["status"]["value"] for model in models}
@@ -619,38 +594,6 @@ async def test_requests_of_others_are_not_cut_by_our_unloads(tmp_path: Path) -> 
             assert "proxy error" not in answer.text
             assert (await ours).status_code == 200
             assert (await seen.client.post(CHAT, json=chat("a"))).status_code == 200
-
-
-async def test_nodes_yaml_may_change_under_a_router(tmp_path: Path) -> None:
-    async with placed(tmp_path, "ab", 2, *NO_LIMIT) as (seen, found):
-        first, second = [
-            {"name": f"r{number}", "url": one.url} for number, one in enumerate(found, 1)
-        ]
-        load = Load()
-        running = asyncio.create_task(load.run(seen.client, "ab", 4, 20.0))
-
-        async def change(*nodes: Mapping[str, Any]) -> None:
-            seen.running.write_nodes(nodes)
-            await asyncio.sleep(4.0)
-
-        await asyncio.sleep(2.0)
-        await change(first)
-        assert {name for name in nodes_of(seen) if name[:2] == "r2"} == set()
-        await change(first, second)
-        await seen.until_state("r2/b", NodeState.UNLOADED, NodeState.READY)
-        await change(first, {**second, "model": ["b"]})
-        assert {name for name in nodes_of(seen) if name[:2] == "r2"} == {"r2", "r2/b"}
-        await change({**first, "model": {"b": "a"}}, second)
-        await running
-        seen.expect_no_blame(load)
-        assert (await seen.client.post(CHAT, json=chat("b"))).status_code == 200
-        await seen.running.admin.post("/admin/nodes/r1/drain")
-        answers = [await seen.client.post(CHAT, json=chat(name)) for name in "ab"]
-        assert [one.headers["x-gateway-node"] for one in answers] == ["r2/a", "r2/b"]
-        await seen.running.admin.post("/admin/nodes/r1/resume")
-        await seen.running.admin.post("/admin/nodes/r2/drain")
-        answer = await seen.client.post(CHAT, json=chat("b"))
-        assert answer.headers["x-gateway-node"] == "r1/a"
 
 
 async def nodes_shown(client: httpx.AsyncClient) -> dict[str, dict[str, Any]]:

@@ -151,13 +151,6 @@ async def test_clients_that_leave_the_end_of_tls_unanswered_delay_no_shutdown(
                 await listener.close()
 
 
-async def test_a_port_that_is_taken_is_told() -> None:
-    with bind_socket("127.0.0.1", 0) as sock:
-        sock.listen()
-        with pytest.raises(OSError, match="in use"):
-            bind_socket("127.0.0.1", sock.getsockname()[1])
-
-
 async def test_of_two_sockets_bound_at_once_the_later_can_not_listen() -> None:
     protocol = protocol_class(LimitSettings())
     first = Listener(_nothing, bind_socket("127.0.0.1", 0), protocol=protocol, keep_alive=0.5)
@@ -168,16 +161,6 @@ async def test_of_two_sockets_bound_at_once_the_later_can_not_listen() -> None:
         open_listeners(first, second)
     await first.close()
     await second.close()
-
-
-async def test_an_empty_address_accepts_ipv4_and_ipv6() -> None:
-    with bind_socket("::", 0) as sock:
-        sock.listen()
-        for host in ("127.0.0.1", "::1"):
-            reader, writer = await asyncio.open_connection(host, sock.getsockname()[1])
-            writer.close()
-            await writer.wait_closed()
-            del reader
 
 
 @pytest.mark.parametrize(

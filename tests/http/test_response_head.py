@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 
@@ -139,17 +138,6 @@ async def test_an_invalid_x_request_id_is_replaced(gate: Public, insane: str) ->
     found = await gate.ask(request(SHORT, f"X-Request-ID: {insane}"))
     assert found.headers["x-request-id"].startswith("req_")
     assert gate.node.seen[-1].headers["x-request-id"] == found.headers["x-request-id"]
-
-
-async def test_two_requests_may_have_the_same_x_request_id(gate: Public) -> None:
-    gate.node.faults.next("hang", 2)
-    asking = [asyncio.create_task(gate.ask(request(SHORT, "X-Request-ID: same"))) for _ in range(2)]
-    await gate.node.until(lambda: gate.node.requests == 2)
-    ids = {live.request.id for live in gate.running.gateway.registry}
-    assert len(ids) == 2
-    gate.node.faults.release()
-    for reply in await asyncio.gather(*asking):
-        assert reply.headers["x-request-id"] == "same"
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])

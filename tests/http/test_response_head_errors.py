@@ -195,24 +195,6 @@ async def test_a_head_that_comes_with_a_heartbeat_tells_them() -> None:
         assert response.headers["x-ratelimit-remaining-requests"] == "9"
 
 
-@pytest.mark.parametrize(
-    ("limits", "status", "code"),
-    [({"models": ["other"]}, 403, "model_not_allowed"), ({"max_class": "batch"}, 200, None)],
-)
-async def test_models_and_class_of_limits_hold(
-    limits: dict[str, Any], status: int, code: str | None
-) -> None:
-    async with limited(**limits) as gateway:
-        headers = BEARER | {"X-Priority": "normal"}
-        response = await gateway.chat(headers=headers, model="demo", max_tokens=2)
-        assert response.status_code == status
-        assert response.headers.get("x-gateway-reason") == code
-        if status == 200:
-            assert response.headers["x-gateway-class"] == "batch"
-        listed = (await gateway.public.get("/v1/models", headers=BEARER)).json()["data"]
-        assert [one["id"] for one in listed] == (["demo"] if status == 200 else [])
-
-
 async def test_several_prompts_are_one_request_with_the_tokens_of_all() -> None:
     async with limited(EmulatedNode(slots=4), rpm=9, tpm=9000) as gateway:
         body = {"prompt": ["one", "two", "three"], "max_tokens": 4}

@@ -200,8 +200,8 @@ def test_timings_are_believed_as_far_as_our_clock_allows(
     prefill: tuple[float, float],
     decode: tuple[float, float],
 ) -> None:
-    milliseconds = {"prompt_ms": 2000, "predicted_ms": 8000} | told
-    counts = {"cache_n": 50, "prompt_n": 200, "predicted_n": 80}
+    milliseconds: dict[str, object] = {"prompt_ms": 2000, "predicted_ms": 8000, **told}
+    counts: dict[str, object] = {"cache_n": 50, "prompt_n": 200, "predicted_n": 80}
     sample = sample_from_timings(counts | milliseconds, seen)
     assert bounds(sample.prefill) == pytest.approx(prefill)
     assert bounds(sample.decode) == pytest.approx(decode)

@@ -32,6 +32,7 @@ from gateway.transport.pool import (
     node_address,
     open_node_pool,
 )
+from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.transport.pool_client import pool_client
 from tests.transport.raw import (
@@ -39,7 +40,6 @@ from tests.transport.raw import (
     Peer,
     RawServer,
     always,
-    nobody_listens,
     raw_server,
 )
 
@@ -78,37 +78,7 @@ async def ask(pool: ConnectionPool) -> None:
     pool.release(await exchanged(pool))
 
 
-async def test_a_connection_that_the_node_closes_after_many_requests_is_replaced() -> None:
-    async with EmulatedNode(keepalive_requests=100) as node:
-        pool = pool_of(node)
-        for _ in range(250):
-            await ask(pool)
-        assert node.connections_opened == 3
-        assert node.control_requests == 250
-        pool.close()
-
-
-async def test_the_connection_used_last_is_used_next() -> None:
-    async with raw_server(always(OK)) as server:
-        pool = pool_of(server)
-        first, second = await exchanged(pool), await exchanged(pool)
-        assert first is not second
-        pool.release(first)
-        pool.release(second)
-        assert [pool.take_idle(), pool.take_idle(), pool.take_idle()] == [second, first, None]
-        first.close()
-        second.close()
-
-
-async def test_a_connection_in_use_is_not_shared() -> None:
-    async with raw_server(always(OK)) as server:
-        pool = pool_of(server)
-        await asyncio.gather(*(ask(pool) for _ in range(10)))
-        assert server.opened == 10
-        pool.close()
-
-
-async def test_a_connection_that_was_idle_for_too_long_is_not_used() -> None:
+async def test_a_connection_that_was_idle_for_too_long_is_not_used_and_closed_in_time() -> None:
     async with raw_server(always(OK)) as server:
         loop = LoopWithClock()
         pool = pool_of(server, loop=loop)
@@ -120,32 +90,10 @@ async def test_a_connection_that_was_idle_for_too_long_is_not_used() -> None:
         assert pool.take_idle() is None
         await server.until(lambda: server.open == 0)
         pool.close()
-
-
-async def test_connections_that_are_idle_for_too_long_are_closed_in_the_background() -> None:
-    async with raw_server(always(OK)) as server:
         pool = pool_of(server, idle_seconds=0.05)
-        connections = [await exchanged(pool) for _ in range(3)]
-        for connection in connections:
-            pool.release(connection)
+        await asyncio.gather(*(ask(pool) for _ in range(3)))
+        assert server.opened == 4
         await server.until(lambda: server.open == 0)
-        assert pool.take_idle() is None
-
-
-async def test_the_pool_closes_idle_connections_before_the_server_does() -> None:
-    assert EmulatedNode().keepalive_seconds > IDLE_SECONDS
-
-
-async def test_a_connection_that_the_node_closed_while_idle_is_not_used() -> None:
-    async with EmulatedNode() as node:
-        pool = pool_of(node)
-        await ask(pool)
-        for connection in node.open_connections:
-            connection.close()
-        await node.until(lambda: node.connections == 0)
-        await ask(pool)
-        assert node.connections_opened == 2
-        pool.close()
 
 
 async def test_a_request_on_stale_connections_is_sent_again_until_one_is_not() -> None:
@@ -198,16 +146,6 @@ async def test_a_closed_pool_closes_idle_connections_and_leaves_used_ones() -> N
 # One exchange.
 
 
-async def test_the_connection_of_a_response_that_was_read_to_its_end_is_used_again() -> None:
-    async with raw_server(always(OK)) as server:
-        pool = pool_of(server)
-        for _ in range(3):
-            async with pool.response(ASK, connect_timeout=LIMIT) as connection:
-                assert (connection.status, await connection.read_all(1000)) == (200, b"ok")
-        assert server.opened == 1
-        pool.close()
-
-
 async def test_the_connection_of_a_response_that_was_not_read_to_its_end_is_closed() -> None:
     async def half(peer: Peer) -> None:
         await peer.request()
@@ -222,20 +160,6 @@ async def test_the_connection_of_a_response_that_was_not_read_to_its_end_is_clos
         assert pool.take_idle() is None
         await server.until(lambda: server.open == 0)
         pool.close()
-
-
-@pytest.mark.parametrize(
-    ("lines", "length", "head"),
-    [
-        (b"", None, b"GET /a/x HTTP/1.1\r\nhost: n\r\n\r\n"),
-        (b"b: c\r\n", 0, b"GET /a/x HTTP/1.1\r\nhost: n\r\nb: c\r\ncontent-length: 0\r\n\r\n"),
-    ],
-)
-def test_a_head_has_the_nodes_prefix_and_lines(
-    lines: bytes, length: int | None, head: bytes
-) -> None:
-    address = NodeAddress("n", 1, b"/a", b"host: n\r\n")
-    assert address.request_head(b"GET", b"/x", lines, length) == head
 
 
 async def test_a_request_on_a_new_connection_that_breaks_is_not_sent_again() -> None:
@@ -263,32 +187,20 @@ async def test_the_caller_sees_each_connection_before_the_request_is_sent() -> N
         pool.close()
 
 
-async def test_a_caller_that_gives_up_before_sending_closes_the_connection() -> None:
-    heard: list[bytes] = []
-
-    async def script(peer: Peer) -> None:
-        heard.append(await peer.reader.read())
-
-    def give_up(_: NodeConnection) -> None:
-        raise ConnectTimedOut
-
-    async with raw_server(script) as server:
-        with pytest.raises(ConnectTimedOut):
-            await exchanged(pool_of(server), on_connected=give_up)
-        await server.until(lambda: heard == [b""] and server.open == 0)
-
-
-async def test_a_connection_that_its_caller_leaves_unused_serves_the_next() -> None:
-    def leave(connection: NodeConnection) -> None:
-        connection.keep_unused()
+@pytest.mark.parametrize("unused", [False, True], ids=["closed", "kept for the next"])
+async def test_a_connection_whose_caller_gives_up_before_sending_is(unused: bool) -> None:
+    def give_up(connection: NodeConnection) -> None:
+        if unused:
+            connection.keep_unused()
         raise ConnectTimedOut
 
     async with raw_server(always(OK)) as server:
         pool = pool_of(server)
         with pytest.raises(ConnectTimedOut):
-            await exchanged(pool, on_connected=leave)
+            await exchanged(pool, on_connected=give_up)
+        await server.until(lambda: server.open == unused)
         await ask(pool)
-        assert pool.connections_opened == 1
+        assert pool.connections_opened == 2 - unused
         pool.close()
 
 
@@ -307,55 +219,36 @@ async def test_a_head_that_does_not_come_in_time_closes_the_connection() -> None
 # Connecting.
 
 
-async def test_a_refused_connection_is_reported() -> None:
-    with nobody_listens() as port:
-        pool = ConnectionPool(NodeAddress("127.0.0.1", port, b"", b""))
-        with pytest.raises(ConnectFailed, match="The connection failed"):
-            await pool.connect(LIMIT)
-
-
 @pytest.mark.parametrize("name", ["no-such-node.invalid", "a" * 300])
 async def test_a_name_that_is_unknown_or_invalid_is_reported(name: str) -> None:
     with pytest.raises(ConnectFailed):
         await ConnectionPool(NodeAddress(name, 80, b"", b"")).connect(LIMIT)
 
 
-def full_listener() -> tuple[socket.socket, list[socket.socket]]:
+@pytest.fixture
+def dark() -> Iterator[NodeAddress]:
     """A listener whose queue is full: it accepts no connection."""
-    listener = socket.create_server(("127.0.0.1", 0), backlog=0)
-    waiting = []
-    for _ in range(8):
-        sock = socket.socket()
-        sock.setblocking(False)
-        sock.connect_ex(listener.getsockname())
-        waiting.append(sock)
-    return listener, waiting
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(8):
+            sock = stack.enter_context(socket.socket())
+            sock.setblocking(False)
+            sock.connect_ex(listener.getsockname())
+        yield NodeAddress("127.0.0.1", listener.getsockname()[1], b"", b"")
 
 
-async def test_a_connection_that_takes_too_long_is_reported_and_given_up() -> None:
-    listener, waiting = full_listener()
-    try:
-        pool = ConnectionPool(NodeAddress("127.0.0.1", listener.getsockname()[1], b"", b""))
-        with pytest.raises(ConnectTimedOut, match=r"0\.05 s"):
-            await pool.connect(0.05)
-    finally:
-        for sock in (listener, *waiting):
-            sock.close()
-
-
-async def test_a_cancelled_connect_leaves_no_socket_open() -> None:
-    listener, waiting = full_listener()
-    try:
-        pool = ConnectionPool(NodeAddress("127.0.0.1", listener.getsockname()[1], b"", b""))
-        connecting = asyncio.create_task(pool.connect(LIMIT))
-        await asyncio.sleep(0.02)
-        connecting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await connecting
-        # An open socket would cause a ResourceWarning, which is an error in tests.
-    finally:
-        for sock in (listener, *waiting):
-            sock.close()
+async def test_a_connect_that_takes_too_long_or_is_cancelled_leaves_no_socket_open(
+    dark: NodeAddress,
+) -> None:
+    pool = ConnectionPool(dark)
+    with pytest.raises(ConnectTimedOut, match=r"0\.05 s"):
+        await pool.connect(0.05)
+    connecting = asyncio.create_task(pool.connect(LIMIT))
+    await asyncio.sleep(0.02)
+    connecting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await connecting
+    # An open socket would cause a ResourceWarning, which is an error in tests.
 
 
 async def test_a_machine_without_descriptors_is_not_the_nodes_fault() -> None:
@@ -376,7 +269,7 @@ def spec(url: str, **more: Any) -> NodeSpec:
     return NodeSpec.model_validate({"name": "n", "url": url, **more})
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("url", "host", "port", "prefix", "authority"),
     [
         ("http://10.0.0.1:8080", "10.0.0.1", 8080, b"", b"10.0.0.1:8080"),
