@@ -66,6 +66,10 @@ async def ask_on(client: httpx.AsyncClient, asking: Asking, *, stream: bool) -> 
         asking.answered += 1
 
 
+def client_of(url: str, **keys: Any) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=url, trust_env=False, timeout=LIMIT, **keys)
+
+
 @asynccontextmanager
 async def asked(
     folder: Path, node: EmulatedNode, **settings: Any
@@ -74,24 +78,17 @@ async def asked(
     async with (
         node,
         serving(folder, node, settings=settings) as line,
-        httpx.AsyncClient(base_url=line.url, trust_env=False, timeout=LIMIT) as client,
+        client_of(line.url) as client,
     ):
         yield line, client
 
 
 @pytest.mark.parametrize("edges", [pytest.param(0, marks=pytest.mark.smoke), 2])
 async def test_no_request_fails_during_handovers(edges: int, tmp_path: Path) -> None:
+    node, each_anew = EmulatedNode(slots=64), httpx.Limits(max_keepalive_connections=0)
     async with (
-        EmulatedNode(slots=64) as node,
-        serving(tmp_path, node, settings={"listen": {"port": 0, "edges": edges}}) as line,
-        # Half of the clients keep their connections, half come anew with each request.
-        httpx.AsyncClient(base_url=line.url, trust_env=False, timeout=LIMIT) as keeping,
-        httpx.AsyncClient(
-            base_url=line.url,
-            trust_env=False,
-            timeout=LIMIT,
-            limits=httpx.Limits(max_keepalive_connections=0),
-        ) as coming,
+        asked(tmp_path, node, listen={"port": 0, "edges": edges}) as (line, keeping),
+        client_of(line.url, limits=each_anew) as coming,
     ):
         asking = Asking()
         async with asyncio.TaskGroup() as group:
@@ -134,34 +131,26 @@ async def test_a_running_stream_is_finished_by_its_process(edges: int, tmp_path:
         assert (after.status_code, after.headers.get("connection")) == (200, None)
 
 
-async def test_a_successor_that_can_not_start_changes_nothing(tmp_path: Path) -> None:
-    async with asked(tmp_path, EmulatedNode()) as (line, client):
-        settings = (tmp_path / "gateway.yaml").read_text()
-        (tmp_path / "gateway.yaml").write_text("listen: {port: nonsense}\n")
-        os.kill(line.first.pid, signal.SIGUSR2)
-        entry = await line.until("no successor")
-        assert "before it was ready" in entry["why"]
-        assert (await client.post("/v1/chat/completions", json=HELLO)).status_code == 200
-        (tmp_path / "gateway.yaml").write_text(settings)
-        await line.succeed()
-        await line.until("listening", 2)
-
-
-@pytest.mark.parametrize("left", ["", "# nothing but a comment\n", None])
-async def test_a_successor_that_finds_emptied_settings_leaves_the_keys_in_force(
+@pytest.mark.parametrize("left", ["listen: {port: nonsense}\n", "# nothing but a comment\n", None])
+async def test_a_successor_that_can_not_start_or_finds_emptied_settings_changes_nothing(
     left: str | None, tmp_path: Path
 ) -> None:
     async with asked(tmp_path, EmulatedNode(), **KEYED) as (line, client):
         file = tmp_path / "gateway.yaml"
+        settings = file.read_text()
         file.unlink()
         if left is not None:
             file.write_text(left)
         os.kill(line.first.pid, signal.SIGUSR2)
-        await line.until("no successor")
+        entry = await line.until("no successor")
+        assert "before it was ready" in entry["why"]
         assert (await client.post("/v1/chat/completions", json=HELLO)).status_code == 401
         good = {"x-api-key": KEY.text}
         reply = await client.post("/v1/chat/completions", json=HELLO, headers=good)
         assert reply.status_code == 200
+        file.write_text(settings)
+        await line.succeed()
+        await line.until("listening", 2)
 
 
 @pytest.mark.parametrize("anonymous", [True, False])
@@ -185,15 +174,13 @@ async def test_drains_and_remembered_models_survive_a_handover(tmp_path: Path) -
     async with (
         EmulatedNode() as node,
         serving(tmp_path, node) as line,
-        httpx.AsyncClient(base_url=line.admin_url, trust_env=False, timeout=LIMIT) as admin,
+        client_of(line.admin_url) as admin,
     ):
         assert (await admin.post("/admin/nodes/one/drain")).status_code < 300
         await line.succeed()
         await admin.aclose()
         await line.until("ended")
-        async with httpx.AsyncClient(
-            base_url=line.admin_url, trust_env=False, timeout=LIMIT
-        ) as again:
+        async with client_of(line.admin_url) as again:
             assert (await again.get("/admin/nodes/one")).json()["state"] == "draining"
     folder = tmp_path / "state" / "llama-gateway"
     # Each process has closed the store, which both had open.
@@ -212,10 +199,9 @@ async def test_sockets_of_systemd_are_used_and_passed_to_a_successor(
         socket.create_server(("127.0.0.1", 0)) as public,
         socket.create_server(("127.0.0.1", 0)) as admin,
     ):
-        numbers = []
         for sock in (public, admin):
             sock.set_inheritable(True)
-            numbers.append(str(sock.fileno()))
+        numbers = [str(sock.fileno()) for sock in (public, admin)]
         command = (sys.executable, "-c", ACTIVATED, *numbers)
         async with (
             EmulatedNode() as node,
@@ -224,8 +210,6 @@ async def test_sockets_of_systemd_are_used_and_passed_to_a_successor(
             assert line.url.endswith(f":{public.getsockname()[1]}")
             await line.succeed()
             await line.until("listening", 2)
-            async with httpx.AsyncClient(
-                base_url=line.url, trust_env=False, timeout=LIMIT
-            ) as client:
-                answer = await client.post("/v1/chat/completions", json=HELLO, timeout=LIMIT)
+            async with client_of(line.url) as client:
+                answer = await client.post("/v1/chat/completions", json=HELLO)
             assert answer.status_code == 200

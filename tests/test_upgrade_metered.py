@@ -19,6 +19,8 @@ from tests.callers.build import read_rows
 from tests.emulator import EmulatedNode
 from tests.emulator.raw_connection import RawConnection, post, raw_connection
 from tests.gateway_processes import LIMIT, serving
+from tests.gateways import until
+from tests.polling import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -45,6 +47,12 @@ async def status(kept: RawConnection, key: str) -> int:
     return int(head.split(b" ")[1])
 
 
+def client_of(url: str) -> httpx.AsyncClient:
+    """A client each of whose requests comes to the process that accepts connections."""
+    anew = httpx.Limits(max_keepalive_connections=0)
+    return httpx.AsyncClient(base_url=url, trust_env=False, timeout=LIMIT, limits=anew)
+
+
 def bearer(key: ApiKey | str) -> dict[str, str]:
     return {"authorization": f"Bearer {key if isinstance(key, str) else key.text}"}
 
@@ -69,19 +77,8 @@ async def test_limits_keys_and_the_ledger_hold_while_both_processes_live(tmp_pat
         AsyncExitStack() as stack,
         EmulatedNode(slots=64) as node,
         serving(tmp_path, node, settings=SETTINGS, cost_per_million_tokens=PRICE) as line,
-        httpx.AsyncClient(
-            base_url=line.url,
-            trust_env=False,
-            timeout=LIMIT,
-            # Each request comes to the process that accepts connections.
-            limits=httpx.Limits(max_keepalive_connections=0),
-        ) as client,
-        httpx.AsyncClient(
-            base_url=line.admin_url,
-            trust_env=False,
-            timeout=LIMIT,
-            limits=httpx.Limits(max_keepalive_connections=0),
-        ) as admin,
+        client_of(line.url) as client,
+        client_of(line.admin_url) as admin,
     ):
         store = opened(tmp_path)
 
@@ -94,10 +91,17 @@ async def test_limits_keys_and_the_ledger_hold_while_both_processes_live(tmp_pat
             return response
 
         async def recorded(count: int) -> list[dict[str, Any]]:
-            async with asyncio.timeout(LIMIT):
-                while len(rows := await store.run(read_rows)) < count:  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
-            return rows
+            async def look() -> list[dict[str, Any]] | None:
+                rows = await store.run(read_rows)
+                return rows if len(rows) >= count else None
+
+            return await eventually(look, LIMIT)
+
+        async def opened_requests(count: int) -> None:
+            async def look() -> bool | None:
+                return (await store.run(left))[0] >= count or None
+
+            await eventually(look, LIMIT)
 
         made = (await admin.post("/admin/keys", json={"name": "alice"})).json()["key"]
         assert (await ask(SPENT)).status_code == 200
@@ -116,9 +120,7 @@ async def test_limits_keys_and_the_ledger_hold_while_both_processes_live(tmp_pat
             for row in rows
             if row["key"] == "counted"
         )
-        async with asyncio.timeout(LIMIT):
-            while (await store.run(left))[0] < 2:  # noqa: ASYNC110 - another process
-                await asyncio.sleep(0.05)
+        await opened_requests(2)
 
         over = asyncio.Event()
 
@@ -136,9 +138,7 @@ async def test_limits_keys_and_the_ledger_hold_while_both_processes_live(tmp_pat
         told = (await client.get("/v1/usage", headers=bearer(PAIR))).json()
         assert [one["used"] for one in told["limits"]] == [1]
         before = len(refused)
-        async with asyncio.timeout(LIMIT):
-            while len(refused) < before + 3:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        await until(lambda: len(refused) >= before + 3, LIMIT)
         over.set()
         await asking
         assert set(refused) == {(429, "insufficient_quota")}
@@ -146,9 +146,7 @@ async def test_limits_keys_and_the_ledger_hold_while_both_processes_live(tmp_pat
         # The limit holds across both.
         node.faults.next("hang", after_events=2)
         hanging.append(asyncio.create_task(ask(PAIR, stream=True)))
-        async with asyncio.timeout(LIMIT):
-            while (await store.run(left))[0] < 3:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        await opened_requests(3)
         assert (await ask(PAIR)).headers["x-gateway-reason"] == "rate_limit_exceeded"
         # The old process hears of it within a second.
         admitted += await until_answered(kept, PAIR.text, 429)

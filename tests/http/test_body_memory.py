@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -24,7 +22,6 @@ from gateway.http.body_memory import (
     BodyMemory,
     body_parts,
 )
-from gateway.request.preparation import prepare
 from tests.emulator import EmulatedNode
 from tests.emulator.raw_connection import RawConnection, raw_connection
 from tests.gateways import until
@@ -214,15 +211,6 @@ async def test_the_body_of_a_request_that_has_not_started_is_evicted_for_another
 
 
 @in_virtual_time
-async def test_a_callers_only_body_may_use_the_reserve(tmp_path: Path) -> None:
-    # A body counts twice while it is prepared.
-    limits = {"buffered_bytes": 200_000, "body_bytes": 100_000}
-    async with shared(tmp_path, limits=limits) as gate:
-        found = await gate.ask(request({**HELLO, "max_tokens": 1, "x": "x" * 95_000}, key(A)))
-        assert found.status == 200
-
-
-@in_virtual_time
 async def test_requests_without_a_slot_reach_a_node_few_at_a_time(tmp_path: Path) -> None:
     node = EmulatedNode(slots=2)
     async with shared(tmp_path, node, queue={"slotless": 4}) as gate:
@@ -248,32 +236,3 @@ async def test_requests_without_a_slot_reach_a_node_few_at_a_time(tmp_path: Path
             task.cancel()
         await asyncio.gather(*crowd, *others, return_exceptions=True)
         await until(lambda: row.slotless_running == 0)
-
-
-@in_virtual_time
-async def test_one_slow_body_is_prepared_per_round_of_the_event_loop(tmp_path: Path) -> None:
-    rounds: Counter[int] = Counter()
-    now = 0
-
-    def count_calls(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code is prepare.__code__:
-            rounds[now] += 1
-
-    async def count() -> None:
-        nonlocal now
-        while True:
-            now += 1
-            await asyncio.sleep(0)
-
-    async with public(tmp_path, None, EmulatedNode(slots=20, context=1 << 20)) as gate:
-        counting = asyncio.create_task(count())
-        data = request({"messages": [{}] * 1500, "max_tokens": 1})
-        sys.setprofile(count_calls)
-        try:
-            found = await asyncio.gather(*(gate.ask(data) for _ in range(20)))
-        finally:
-            sys.setprofile(None)
-            counting.cancel()
-    assert {one.status for one in found} <= {200, 400}
-    assert sum(rounds.values()) >= 20
-    assert max(rounds.values()) == 1

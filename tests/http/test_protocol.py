@@ -582,10 +582,3 @@ def test_a_cycle_and_its_flow_have_what_the_protocol_takes_of_them() -> None:
     assert not difference, changed(f"methods of FlowControl differ: {difference}", "connections.py")
     missing = {"read_paused", "write_paused"} - attributes_of(FlowControl, "self", ast.Store)
     assert not missing, changed(f"FlowControl lacks {missing}", "connections.py")
-
-
-def test_a_cycle_pauses_and_resumes_reading_through_its_flow_alone() -> None:
-    used = attributes_of(RequestResponseCycle, "self.transport", ast.Load)
-    assert not used & {"pause_reading", "resume_reading"}, changed(
-        "uvicorn pauses or resumes a transport past FlowControl", "connections.py"
-    )

@@ -156,15 +156,6 @@ async def test_the_node_is_named_if_the_settings_say_so(
         assert (await other.chat(max_tokens=1)).headers.get("x-gateway-node") == shown
 
 
-async def test_the_node_is_not_named_on_a_public_address(tmp_path: Path) -> None:
-    async with public(tmp_path, host="0.0.0.0", allow_anonymous=True) as other:
-        url = other.url.replace("0.0.0.0", "127.0.0.1")
-        reply = await other.running.client.post(f"{url}/v1/chat/completions", json=SHORT)
-        assert reply.status_code == 200
-        assert "x-gateway-node" not in reply.headers
-        object.__setattr__(other.running, "url", url)
-
-
 async def test_the_heads_of_a_stream_and_of_a_plain_response(gate: Public) -> None:
     gate.node.faults.next("wrong_length", delta=5000)
     stream = await gate.ask(request({**SHORT, "stream": True}))

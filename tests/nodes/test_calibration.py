@@ -234,31 +234,3 @@ async def test_requests_prefer_nodes_that_are_not_calibrated_and_take_the_others
         assert [event.outcome for event in ended[:MOST_AT_ONCE]] == ["given_up"] * MOST_AT_ONCE
         page = (await running.admin.get("/metrics")).text
         assert "llama_gateway_queue_seconds_sum 0\n" in page or "queue_seconds_sum 0.0" in page
-
-
-@pytest.mark.slow
-@in_virtual_time
-async def test_a_thousand_cold_nodes_keep_no_request_waiting(tmp_path: Path) -> None:
-    keys = {"answer_tokens": 20, "context": 2048, **HALF}
-    async with cold_servers(tmp_path, 1000, **keys) as (_, running, ended):
-        took: list[float] = []
-
-        async def ask(number: int) -> None:
-            await asyncio.sleep(number / 20)
-            began = now()
-            body = {"model": "demo", "messages": [{"role": "user", "content": f"say {number}"}]}
-            answer = await running.client.post("/v1/chat/completions", json=body)
-            assert answer.status_code == 200
-            took.append(now() - began)
-
-        await asyncio.gather(*(ask(number) for number in range(200)))
-        assert len(ended) > 20
-        # 20 tokens at 20 tokens/s, and the prompt.
-        assert max(took) < 1.5
-        page = (await running.admin.get("/metrics")).text
-        done = sum(event.outcome == "done" for event in ended)
-        assert f'llama_gateway_calibrations_total{{outcome="done"}} {done}' in page
-        assert 'llama_gateway_requests_total{class="normal",model="demo",code="200"} 200' in page
-        shown = (await running.admin.get("/admin/nodes")).json()["nodes"]
-        guessed = [one["calibration"] for one in shown if one["calibration"]]
-        assert any(one["in_use"] and one["decode_tps"] == pytest.approx(20, 0.1) for one in guessed)

@@ -14,7 +14,6 @@ from gateway.nodes.health import LONGEST_FOLLOW, HealthMonitor
 from gateway.nodes.node import Node, NodeState
 from gateway.nodes.router import LoadPhase
 from gateway.nodes.state_files import PropertiesStore
-from tests.emulator import EmulatedNode
 from tests.emulator.recorded_router import RecordedRouter
 from tests.nodes.build import Running, a_fleet, a_spec, inventory
 from tests.virtual import in_virtual_time
@@ -194,20 +193,3 @@ async def test_a_drained_router_drains_its_models() -> None:
         assert fleet.state("r/a") is NodeState.READY
         fleet.fleet.drain("r/a")
         assert (fleet.state("r"), fleet.state("r/a")) == (NodeState.READY, NodeState.DRAINING)
-
-
-@in_virtual_time
-async def test_a_router_may_become_a_plain_server_and_a_plain_server_a_router() -> None:
-    async with routed("a") as (fleet, router):
-        await router.kill()
-        await fleet.until_state("r", NodeState.DOWN)
-        async with EmulatedNode(model="plain", port=router.port) as plain:
-            await fleet.until_state("r", NodeState.READY, 200.0)
-            assert names(fleet) == {"r"}
-            assert (fleet["r"].public_models, fleet["r"].slots_total) == (frozenset({"plain"}), 2)
-            await plain.kill()
-            await fleet.until_state("r", NodeState.DOWN, 300.0)
-        async with RecordedRouter(["b"], port=router.port):
-            await fleet.until(lambda: names(fleet) == {"r", "r/b"}, 200.0)
-            await fleet.until_state("r/b", NodeState.UNLOADED)
-            assert fleet["r"].public_models == frozenset()

@@ -31,7 +31,7 @@ from gateway.transport.errors import LocalResourcesExhausted
 from gateway.transport.pool import open_node_pool
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
-from tests.nodes.build import Clock, Running, a_fleet, a_node, a_spec, inventory, take
+from tests.nodes.build import Clock, Running, a_fleet, a_node, a_spec, take
 from tests.servers import running_demo_servers
 from tests.transport.raw import Peer, raw_server
 from tests.virtual import in_virtual_time, now
@@ -89,18 +89,6 @@ async def test_the_work_of_other_clients_counts() -> None:
             await fleet.until(lambda: node.foreign == 0)
             assert node.free_slots(now()) == 2
             assert fleet.capacity > before
-
-
-@in_virtual_time
-async def test_drift_is_published_once_and_again_when_it_changes() -> None:
-    async with EmulatedNode(slots=2) as server, a_fleet(a_spec(url=server.url, slots=4)) as fleet:
-        await asyncio.sleep(0.4)
-        said = ("slots: the inventory says 4, the server has 2",)
-        assert [drift.differences for drift in fleet.drifts] == [said]
-        assert fleet["a"].drift == said
-        server.slots.slots.extend(type(server.slots.slots[0])(i) for i in (2, 3))
-        await fleet.until(lambda: not fleet["a"].drift)
-        assert [drift.differences for drift in fleet.drifts] == [said, ()]
 
 
 @in_virtual_time
@@ -318,19 +306,6 @@ async def node_at(url: str, *, timeout: float = 5.0, **keys: Any) -> AsyncIterat
         upstream.close()
 
 
-@pytest.mark.parametrize("kind", ["llama.cpp", "openai"])
-async def test_plain_http_that_a_tls_server_refuses_with_400_is_told(kind: str) -> None:
-    async def script(peer: Peer) -> None:
-        await peer.request()
-        await peer.say(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
-
-    async with (
-        raw_server(script) as server,
-        node_at(f"http://127.0.0.1:{server.port}", kind=kind) as node,
-    ):
-        assert (await check_alive(node)).detail.endswith("write https:// in its url")
-
-
 @pytest.mark.parametrize("said", [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf"])
 async def test_a_cancelled_probe_closes_its_connection(said: bytes) -> None:
     async def script(peer: Peer) -> None:
@@ -477,19 +452,6 @@ async def test_a_server_that_does_not_answer_is_asked_again_later_and_what_is_kn
         server.embeddings = False
         await discover(node)
         assert node.properties.all_refused == {"embeddings", "rerank"}
-
-
-@in_virtual_time
-async def test_an_old_server_that_names_no_model_is_down_until_the_inventory_names_one() -> None:
-    async with EmulatedNode() as server:
-        server.faults.set("status", path="/v1/models", status=404)
-        server.faults.set("status", path="/props", status=200, body="{}")
-        async with a_fleet(a_spec(url=server.url)) as fleet:
-            assert fleet.state("a") is NodeState.DOWN
-            assert "say in the inventory what it serves (model: ...)" in fleet["a"].reason
-            fleet.fleet.apply(inventory(a_spec(url=server.url, model="m")))
-            await fleet.until_state("a", NodeState.READY)
-        server.faults.clear()
 
 
 @each_case(

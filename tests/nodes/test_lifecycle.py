@@ -171,25 +171,6 @@ async def test_behind_an_idle_gateway_a_server_sleeps_at_its_time_and_stays_asle
 
 
 @in_virtual_time
-async def test_others_load_on_a_server_that_may_sleep_is_seen_and_delays_no_sleep(
-    tmp_path: Path,
-) -> None:
-    server = EmulatedNode(slots=2, sleep_idle_seconds=IDLE, decode_tps=10, answer_tokens=300)
-    async with running_gateway(tmp_path, [server]) as running:
-        [node] = running.gateway.fleet.nodes.values()
-        body = {"messages": [{"role": "user", "content": "hi"}]}
-        async with httpx.AsyncClient(base_url=server.url, timeout=100) as other:
-            work = asyncio.create_task(other.post(CHAT, json=body))
-            await until(lambda: node.foreign == 1, 10.0)
-            assert node.slots_busy == 1
-            await work
-        began = now()
-        await until(lambda: server.sleeping, 60.0)
-        assert now() - began < IDLE + 1
-        await until(lambda: node.foreign == 0, 10.0)
-
-
-@in_virtual_time
 async def test_loading_its_model_again_is_nobodys_fault_and_teaches_no_speed(
     tmp_path: Path,
 ) -> None:

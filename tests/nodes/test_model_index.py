@@ -120,21 +120,6 @@ def test_a_server_for_other_work_gets_chats_where_no_other_node_could_be_for_the
     assert names(chat(index, "m")) == ["e"]
 
 
-def test_a_sleeper_that_was_never_asked_gets_chats_only_where_no_other_node_takes_them() -> None:
-    sleeper = a_server("s", "m", state=NodeState.SLEEPING)
-    other = a_server("c", "m", purpose="chat")
-    index = an_index(sleeper, other)
-    assert names(chat(index, "m")) == ["c"]
-    assert names(index.capable_nodes("m", "embeddings", vision=False, native=False)) == ["s"]
-    other.set_state(NodeState.DOWN, "")
-    index.node_changed()
-    assert names(chat(index, "m")) == ["s", "c"]
-    assert names(chat(an_index(sleeper, a_server("t", "m", state=NodeState.SLEEPING)), "m")) == [
-        "s",
-        "t",
-    ]
-
-
 def test_a_pause_and_an_id_hold_for_the_names_that_all_servers_give_to_a_model() -> None:
     one, two = a_server("a", "secret", "nick", "both"), a_server("b", "both")
     index = an_index(one, two)

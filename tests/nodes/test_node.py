@@ -156,15 +156,6 @@ def test_the_first_state_that_holds_wins() -> None:
     ]  # fmt: skip
 
 
-def test_a_half_open_node_whose_slots_are_full_takes_nothing() -> None:
-    node = a_node(slots=2)
-    take(node, 2)
-    for _ in range(5):
-        node.circuit.record_failure(1000.0)
-    node.state = NodeState.EJECTED
-    assert node.free_slots(1040.0) == 0
-
-
 def test_only_nodes_that_may_work_have_capacity() -> None:
     for state in NodeState:
         node = a_node(slots=3, state=state)
@@ -345,18 +336,3 @@ def test_a_lease_measures_the_prefills_of_others_meanwhile() -> None:
     seen = [lease.observed_timing() for lease in (first, second, third)]
     assert [one and one.mean_prefills for one in seen] == pytest.approx([1.5, 2, 1])
     assert [one and one.stalled_seconds for one in seen] == pytest.approx([5, 7, 0])
-
-
-def test_an_abandoned_prefill_counts_until_its_slot_is_free() -> None:
-    clock = Clock()
-    node = a_node(clock, slots=2)
-    left, other = take(node), take(node)
-    other.content_received(clock.passes(1))
-    left.abandon()
-    clock.passes(3)
-    left.release()
-    clock.passes(1)
-    other.release()
-    seen = other.observed_timing()
-    assert seen is not None
-    assert seen.stalled_seconds == pytest.approx(3)

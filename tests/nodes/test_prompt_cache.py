@@ -167,17 +167,6 @@ def test_prompts_are_cached_as_llama_cpp_does(
     assert {words: scene.cached(words) for words in cached} == cached
 
 
-def test_a_copy_that_host_memory_has_evicted_is_made_again() -> None:
-    scene = Scene(slots=4, host=500)
-    for words in ("ab", "wxyz", "k"):
-        scene.ran(words)
-    # The copy of the second has evicted that of the first.
-    node = scene.cache.nodes[0]
-    assert [held.tokens for held in node.host_prompts] == [400]
-    scene.begun("q")
-    assert [held.tokens for held in node.host_prompts] == [200, 100]
-
-
 def test_host_memory_that_keeps_more_than_predicted_is_believed_larger() -> None:
     scene = Scene(slots=1)
     for turn in range(12):
@@ -409,20 +398,6 @@ def test_the_tree_finds_how_far_each_row_agrees(
     for held, _ in kept:
         tree.remove(held, in_slot=held.in_slot)
     assert len(tree._edges) == 0
-
-
-def test_hits_are_counted_by_the_beginning_that_prompts_share() -> None:
-    scene = Scene(rows=2, slots=4)
-    for words in ("sysab", "syscd", "sysef"):
-        scene.ran(words)
-    scene.ran("sysab", row=1)  # It has read the beginning there for the first time.
-    [hits] = scene.cache.nodes[0].hits.values()
-    # The first found nothing, and nothing is told of a prefix before its first hit.
-    assert (hits.requests, hits.prompt_tokens, hits.cached_tokens) == (2, 1000, 600)
-    assert hits.length == 300
-    assert scene.cache.nodes[1].hits == {}
-    scene.ran("sysgh", cached=0)
-    assert (hits.requests, hits.prompt_tokens, hits.cached_tokens) == (3, 1500, 600)
 
 
 def test_the_prefix_without_a_hit_for_longest_makes_room() -> None:

@@ -21,7 +21,6 @@ from gateway.nodes.speed import (
     GPU_PRIOR,
     MOST_BASELINES,
     DegradationDetector,
-    LinearTrend,
     ObservedTiming,
     Speed,
     SpeedSample,
@@ -138,33 +137,6 @@ def test_a_node_with_false_timings_gets_no_more_than_its_hint() -> None:
     compare_speeds([liar, honest])
     assert liar.speed.token_base == pytest.approx(honest.speed.token_base)
     assert liar.speed.expected_prefill_tps == pytest.approx(honest.speed.expected_prefill_tps)
-
-
-# A line through noisy measurements.
-
-
-@each_case(
-    ("before", "learnt", "times", "level", "within"),
-    [
-        # Two surprises move it little.
-        (20, (0.001, 0.001), 2, 1, 0.15),
-        (20, (1000, 1000), 2, 1, 0.15),
-        # A lasting change is believed within a few measurements.
-        (200, (0.25, 0.25), 8, 0.25, 0.2),
-        (200, (4, 4), 8, 4, 0.2),
-        # An interval around the line leaves it nearly as it was.
-        (20, (0.001, 10), 1, 1, 0.01),
-    ],
-)
-def test_what_differs_moves_it_when_it_lasts(
-    before: int, learnt: tuple[float, float], times: int, level: float, within: float
-) -> None:
-    trend = LinearTrend(half_life=1000, slope_prior=0.2, prior_strength=50, most_slope=2)
-    assert not trend.learn(0, 0.001, 1000, 40), "the first interval is too wide"
-    for low, high in [(1, 1)] * before + [learnt] * times:
-        trend.learn(0, low, high, 40)
-    assert trend.line is not None
-    assert trend.line.level == pytest.approx(level, rel=within)
 
 
 # Samples from a node's timings_of and from the gateway's clock.
@@ -418,15 +390,6 @@ def test_events_that_hold_several_tokens_are_no_degradation() -> None:
     assert not work.pace.degraded, "the end of the stream takes its blame back"
     assert not any(spans(work.pace, work.now + 30, 10))
     assert spans(work.pace, work.now + 60, 2)[-1]
-
-
-def test_a_node_that_becomes_slow_as_its_load_grows_is_found() -> None:
-    work = Work()
-    work.does(30)
-    # Two busy slots were never seen; they can take twice as long at most.
-    assert work.does(10, speed=0.12, busy=2)[-1]
-    work.pace.server_restarted()
-    assert not any(work.does(10, speed=0.5, busy=2))
 
 
 @pytest.mark.slow

@@ -18,7 +18,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.transport import errors
 from gateway.transport.connection import (
     BODY_HIGH_WATER,
     MOST_HEAD_BYTES,
@@ -157,15 +156,6 @@ async def test_a_response_that_is_cut_off_is_a_reset_and_not_stale() -> None:
         assert type(await failure(reply)) is ConnectionReset, reply
 
 
-async def test_the_bytes_before_a_cut_are_read_before_it_is_raised() -> None:
-    async with asking(once(CHUNKED + b"5\r\nhello\r\n5\r\nwo")) as (server, connection):
-        await connection.read_status()
-        await server.until(lambda: not connection.alive)
-        assert await connection.read() == b"hellowo"
-        with pytest.raises(ConnectionReset):
-            await connection.read()
-
-
 @pytest.mark.parametrize("failure", [ConnectionReset, UpstreamTimeout])
 async def test_a_failure_of_either_side_is_no_end_of_a_body_without_framing(
     failure: type[UpstreamError],
@@ -214,19 +204,6 @@ async def test_unrequested_bytes_spoil_the_connection_and_not_the_response(toget
         await server.until(lambda: server.open == 0)
 
 
-async def test_bytes_before_the_first_request_close_the_connection() -> None:
-    async def script(peer: Peer) -> None:
-        await peer.say(OK)
-        await peer.reader.read()
-
-    async with raw_server(script) as server:
-        connection = await connected(server)
-        await server.until(lambda: not connection.alive)
-        connection.send(ASK)
-        with pytest.raises(ConnectionReset):
-            await connection.read_status()
-
-
 # Reuse.
 
 
@@ -256,16 +233,6 @@ async def test_a_reused_connection_that_breaks_at_once_and_before_a_byte_is_stal
         with pytest.raises(UpstreamError) as failed:
             await connection.read_status()
         assert type(failed.value) is raised
-
-
-async def test_a_reused_connection_that_broke_while_idle_is_stale() -> None:
-    async with asking(once(OK)) as (server, connection):
-        assert await body_of(connection) == b"hello"
-        await server.until(lambda: not connection.alive)
-        assert not connection.reusable
-        connection.send(ASK)
-        with pytest.raises(StaleConnection):
-            await connection.read_status()
 
 
 # Back-pressure, cancelling and failing.
@@ -470,25 +437,6 @@ async def test_after_standing_still_a_connection_that_was_made_meanwhile_is_used
         pool.close()
 
 
-async def test_after_standing_still_bytes_that_came_meanwhile_are_read() -> None:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        reader, writer = await asyncio.open_connection(sock=ours)
-
-        async def read() -> bytes:
-            async with LoopTimeout(SHORT_LIMIT):
-                return await reader.readexactly(2)
-
-        reading = asyncio.create_task(read())
-        for _ in range(3):
-            await asyncio.sleep(0)  # it waits for the network now
-        theirs.send(b"ok")
-        time.sleep(STANDS_STILL)  # noqa: ASYNC251 - block the loop
-        assert await reading == b"ok"
-        writer.close()
-        await writer.wait_closed()
-
-
 HEAD = b"POST /v1/embeddings HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\nAccept: */*\r\n\r\n"
 
 
@@ -572,19 +520,6 @@ def test_a_found_body_is_the_one_that_a_parser_finds(body: bytes, digits: bytes)
     httptools.HttpRequestParser(Reader()).feed_data(data)
     assert b"".join(parts) == found
     assert ends == [True]
-
-
-def classes(of: type[UpstreamError] = UpstreamError) -> Iterator[type[UpstreamError]]:
-    for one in of.__subclasses__():
-        if one.__module__ == errors.__name__:
-            yield one
-            yield from classes(one)
-
-
-def test_every_error_has_an_outcome_of_its_own_for_metrics_and_logs() -> None:
-    outcomes = [one.outcome for one in classes() if one is not UpstreamTimeout]
-    assert len(set(outcomes)) == len(outcomes)
-    assert UpstreamError.outcome not in outcomes
 
 
 @each_case(

@@ -174,19 +174,6 @@ async def test_a_request_on_a_new_connection_that_breaks_is_not_sent_again() -> 
         assert server.opened == 1
 
 
-async def test_the_caller_sees_each_connection_before_the_request_is_sent() -> None:
-    async with EmulatedNode() as node:
-        pool = pool_of(node, stale_seconds=HOWEVER_SLOW)
-        await ask(pool)
-        node.faults.set("stale", path="*")
-        seen: list[NodeConnection] = []
-        connection = await exchanged(pool, on_connected=seen.append)
-        assert len(seen) == 2
-        assert seen[-1] is connection
-        connection.close()
-        pool.close()
-
-
 @pytest.mark.parametrize("unused", [False, True], ids=["closed", "kept for the next"])
 async def test_a_connection_whose_caller_gives_up_before_sending_is(unused: bool) -> None:
     def give_up(connection: NodeConnection) -> None:
@@ -204,25 +191,7 @@ async def test_a_connection_whose_caller_gives_up_before_sending_is(unused: bool
         pool.close()
 
 
-async def test_a_head_that_does_not_come_in_time_closes_the_connection() -> None:
-    async def script(peer: Peer) -> None:
-        await peer.request()
-        await peer.reader.read()
-
-    async with raw_server(script) as server:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.05):
-                await exchanged(pool_of(server))
-        await server.until(lambda: server.open == 0)
-
-
 # Connecting.
-
-
-@pytest.mark.parametrize("name", ["no-such-node.invalid", "a" * 300])
-async def test_a_name_that_is_unknown_or_invalid_is_reported(name: str) -> None:
-    with pytest.raises(ConnectFailed):
-        await ConnectionPool(NodeAddress(name, 80, b"", b"")).connect(LIMIT)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from gateway.config.listeners import LimitSettings
 from gateway.http.exchange import HttpExchange
 from gateway.http.protocol import BoundedProtocol, protocol_class
 from gateway.request.routes import Route
-from gateway.transport.connection import TURN_SECONDS, NodeConnection, TurnBoundProtocol, TurnLimit
+from gateway.transport.connection import TURN_SECONDS, NodeConnection, TurnLimit
 from tests.http.recorded_transport import RecordedTransport
 from tests.transport.raw import Silent
 
@@ -185,22 +185,6 @@ async def test_a_request_that_waits_is_served_before_its_connection_ends(
     end(connection)
     assert transport.sent.startswith(b"HTTP/1.1 200 OK")
     connection.connection_lost(None)
-
-
-async def test_a_connection_is_aborted_if_work_on_what_waited_fails() -> None:
-    class Broken(TurnBoundProtocol):
-        def _receive(self, data: bytes) -> None:
-            raise ValueError(data)
-
-    transport, turn = RecordedTransport(), TurnLimit(seconds=-1)
-    connection = Broken(turn)
-    connection.connection_made(transport)
-    connection.transport = transport
-    connection._hold(b"x")
-    assert transport.paused
-    with pytest.raises(ValueError, match="x"):
-        connection._receive_late()
-    assert transport.is_closing(), "it would be silent until a time-out"
 
 
 TRIES = 5  # runs of a burst, until one shows what waiting costs
