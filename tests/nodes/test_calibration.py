@@ -18,7 +18,6 @@ from gateway.nodes.calibration import MOST_AT_ONCE, Calibrator, due
 from gateway.nodes.node import MOST_CALIBRATIONS, Node, NodeState
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
-from tests.gateways import Running as RunningGateway
 from tests.gateways import running_gateway
 from tests.nodes.build import Clock, Running, a_fleet, a_node, a_spec, learn_timings, take
 from tests.virtual import in_virtual_time, now
@@ -191,32 +190,21 @@ def test_a_node_is_tried_later_and_later_and_not_for_ever() -> None:
     assert due([node], (), clock())
 
 
-@asynccontextmanager
-async def cold_servers(
-    folder: Path, count: int, **keys: Any
-) -> AsyncIterator[tuple[list[EmulatedNode], RunningGateway, list[NodeCalibrated]]]:
-    """So many servers, a gateway that calibrates them, and how its calibrations have ended."""
-    async with contextlib.AsyncExitStack() as stack:
-        servers = [
-            await stack.enter_async_context(EmulatedNode(slots=1, **keys)) for _ in range(count)
-        ]
-        specs = [
-            {"name": f"n{i}", "url": server.url, "host": f"h{i}", "calibrate": True}
-            for i, server in enumerate(servers)
-        ]
-        running = await stack.enter_async_context(running_gateway(folder, specs))
-        ended: list[NodeCalibrated] = []
-        running.gateway.bus.subscribe(NodeCalibrated, ended.append)
-        yield servers, running, ended
-
-
 @in_virtual_time
 async def test_requests_prefer_nodes_that_are_not_calibrated_and_take_the_others_at_once(
     tmp_path: Path,
 ) -> None:
     slow: dict[str, Any] = {"prefill_tps": 20.0, "decode_tps": 20.0, "prefill_stalls": True}
-    count = MOST_AT_ONCE + 2
-    async with cold_servers(tmp_path, count, batch=32, **slow) as (servers, running, ended):
+    async with contextlib.AsyncExitStack() as stack:
+        servers = [EmulatedNode(slots=1, batch=32, **slow) for _ in range(MOST_AT_ONCE + 2)]
+        specs = [
+            {"name": f"n{i}", "url": (await stack.enter_async_context(server)).url,
+             "host": f"h{i}", "calibrate": True}
+            for i, server in enumerate(servers)
+        ]  # fmt: skip
+        running = await stack.enter_async_context(running_gateway(tmp_path, specs))
+        ended: list[NodeCalibrated] = []
+        running.gateway.bus.subscribe(NodeCalibrated, ended.append)
 
         async def ask() -> str:
             body = {"model": "demo", "prompt": "a", "max_tokens": 40}

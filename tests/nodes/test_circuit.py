@@ -100,16 +100,6 @@ def test_requests_that_began_before_it_opened_neither_extend_nor_close_it() -> N
     assert circuit.open_until == until
 
 
-def test_the_doubling_is_forgotten_after_it_stayed_closed_for_long() -> None:
-    for calm, length in ((10.0, 60.0), (301.0, 30.0)):
-        circuit = opened()
-        now = end_of_open(circuit)
-        circuit.record_success(now, began=now)
-        for _ in range(RULES.failures):
-            circuit.record_failure(now + calm)
-        assert circuit.open_seconds == length
-
-
 def test_a_trial_that_succeeds_closes_it_with_a_slow_start() -> None:
     circuit = opened()
     now = end_of_open(circuit)

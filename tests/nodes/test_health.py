@@ -33,7 +33,6 @@ from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.nodes.build import Clock, Running, a_fleet, a_node, a_spec, take
 from tests.servers import running_demo_servers
-from tests.transport.raw import Peer, raw_server
 from tests.virtual import in_virtual_time, now
 from tests.web.bare_gateway import CHAT as CHAT_PATH
 
@@ -306,24 +305,6 @@ async def node_at(url: str, *, timeout: float = 5.0, **keys: Any) -> AsyncIterat
         upstream.close()
 
 
-@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf"])
-async def test_a_cancelled_probe_closes_its_connection(said: bytes) -> None:
-    async def script(peer: Peer) -> None:
-        await peer.request()
-        await peer.say(said)
-        heard.set()
-        await peer.reader.read()
-
-    heard = asyncio.Event()
-    async with raw_server(script) as server, node_at(f"http://127.0.0.1:{server.port}") as node:
-        probing = asyncio.create_task(check_alive(node))
-        await heard.wait()
-        probing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await probing
-        await server.until(lambda: server.open == 0)
-
-
 async def test_a_machine_without_descriptors_is_not_the_nodes_fault() -> None:
     async with node_at("http://127.0.0.1:9") as node:
         error = LocalResourcesExhausted("No connection could be opened: Too many open files")
@@ -413,26 +394,6 @@ async def test_a_server_is_asked_once_what_it_was_started_for(
         server.embeddings, server.rerank = False, False
         await discover(node)
         assert node.properties.purpose == "chat"
-
-
-@each_case(
-    ("path", "status", "embeddings"),
-    [
-        ("/v1/rerank", 400, False), ("/v1/rerank", 401, False), ("/v1/rerank", 500, False),
-        ("/v1/rerank", 404, True), ("/v1/rerank", 405, True), ("/v1/embeddings", 404, True),
-    ],
-)  # fmt: skip
-@in_virtual_time
-async def test_a_server_that_answers_oddly_has_no_known_purpose(
-    path: str, status: int, embeddings: bool
-) -> None:
-    async with EmulatedNode(embeddings=embeddings) as server, node_at(server.url) as node:
-        server.faults.set("status", path=path, status=status, body="{}")
-        await discover(node)
-        assert node.properties.purpose == "unknown"
-        server.faults.clear()
-        await discover(node)
-        assert node.properties.purpose == "unknown"
 
 
 @in_virtual_time

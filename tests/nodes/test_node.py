@@ -13,7 +13,6 @@ from gateway.nodes.circuit import START_LIMIT
 from gateway.nodes.health import judge_state
 from gateway.nodes.lifecycle import ProbeHistory
 from gateway.nodes.node import (
-    RECENT_MINUTES,
     SLOT_LINGER,
     Lease,
     LeasePhase,
@@ -275,16 +274,6 @@ def test_slots_that_are_fenced_are_others_whether_they_are_seen_busy_or_not() ->
     assert occupancy.foreign == 0
 
 
-@pytest.mark.parametrize(
-    ("later", "left"), [(0, 3), (RECENT_MINUTES - 3, 3), (RECENT_MINUTES - 1, 1), (10_000, 0)]
-)
-def test_minutes_of_others_work_count_once_each_and_not_for_ever(later: int, left: int) -> None:
-    occupancy = SlotOccupancy()
-    for seconds in (0.0, 10.0, 60.0, 120.0, 130.0):
-        foreign_after(occupancy, 2, 600.0 + seconds)
-    assert occupancy.minutes_of_others(600.0 + (2 + later) * 60.0) == left
-
-
 def test_a_lease_that_came_or_went_during_the_query_is_ours() -> None:
     occupancy = SlotOccupancy()
     occupancy.take(1, 10.0)
@@ -320,19 +309,3 @@ def test_a_lease_measures_the_busy_slots_during_its_decode() -> None:
     assert (seen.ttft, seen.duration) == (2, 6)
     assert seen.busy_slots == pytest.approx((2 * 3 + 1 * 1) / 4)
     assert (seen.stalled_seconds, seen.mean_prefills) == (0, 1)
-
-
-def test_a_lease_measures_the_prefills_of_others_meanwhile() -> None:
-    clock = Clock()
-    node = a_node(clock, slots=4)
-    first, second = take(node), take(node)
-    second.content_received(clock.passes(2))
-    first.content_received(clock.passes(2))
-    third = take(node)
-    third.content_received(clock.passes(5))
-    clock.passes(1)
-    for lease in (first, second, third):
-        lease.release()
-    seen = [lease.observed_timing() for lease in (first, second, third)]
-    assert [one and one.mean_prefills for one in seen] == pytest.approx([1.5, 2, 1])
-    assert [one and one.stalled_seconds for one in seen] == pytest.approx([5, 7, 0])
