@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,15 +26,14 @@ from tests.emulator import EmulatedNode
 from tests.nodes.build import (
     Clock,
     NoUpstream,
-    Running,
     a_fleet,
     a_node,
     a_spec,
     inventory,
     is_held,
+    streamed,
     take,
 )
-from tests.transport.pool_client import pool_client
 from tests.virtual import in_virtual_time, now
 
 
@@ -256,6 +253,9 @@ async def play(story: list[tuple[str, Any]]) -> None:
             for node in seen:
                 assert node.leased == sum(lease.slots for lease in held if lease.node is node)
             assert not any(lease.upstream.closed for lease in held)
+            for node in fleet.nodes.values():
+                assert 0 <= node.free_slots(now()) <= max(0, node.slots_total - node.leased)
+                assert node.slots_busy >= node.leased == sum(one.slots for one in node.leases)
             told: dict[str, str | None] = {}
             for change in running.changes:
                 assert told.get(change.node) == change.old_state != change.new_state
@@ -316,28 +316,13 @@ def test_without_slots_to_read_the_hold_follows_from_the_request(
     assert most_hold(lease) == pytest.approx(seconds)
 
 
-@asynccontextmanager
-async def streaming(fleet: Running) -> AsyncIterator[Lease]:
-    """A running chat with its lease; leaving the block closes the connection."""
-    body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 400}
-    lease = take(fleet["a"], stream=True)
-    client = pool_client(lease.upstream)
-    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
-        lease.head_received(now())
-        # Keep a reference: a garbage-collected iterator closes the connection.
-        parts = response.aiter_bytes()
-        await anext(parts)
-        lease.content_received(now())
-        yield lease
-
-
 @in_virtual_time
 async def test_the_slot_of_a_cut_stream_is_released_soon_and_beside_a_live_neighbour() -> None:
     async with (
         EmulatedNode(slots=2, decode_tps=50) as server,
         a_fleet(a_spec(url=server.url), interval=60) as fleet,
     ):
-        async with streaming(fleet) as lease:
+        async with streamed(take(fleet["a"]), max_tokens=400) as lease:
             pass
         told, began = fleet.capacity, now()
         lease.abandon()
@@ -345,8 +330,8 @@ async def test_the_slot_of_a_cut_stream_is_released_soon_and_beside_a_live_neigh
         await fleet.until(lambda: not is_held(lease))
         assert fleet.capacity > told
         assert now() - began < 0.2
-        async with streaming(fleet) as neighbour:
-            async with streaming(fleet) as lease:
+        async with streamed(take(fleet["a"]), max_tokens=400) as neighbour:
+            async with streamed(take(fleet["a"]), max_tokens=400) as lease:
                 pass
             lease.abandon()
             await fleet.until(lambda: not is_held(lease))
@@ -379,7 +364,7 @@ async def test_a_removed_node_stays_open_until_its_abandoned_work_has_ended() ->
         a_fleet(a_spec(url=server.url)) as fleet,
     ):
         node = fleet["a"]
-        async with streaming(fleet) as lease:
+        async with streamed(take(fleet["a"]), max_tokens=400) as lease:
             assert fleet.fleet.apply(inventory()).removed == ["a"]
             assert fleet.states("a") == ["starting", "ready", None]
             assert (list(fleet.fleet.nodes), node.free_slots(now())) == ([], 0)

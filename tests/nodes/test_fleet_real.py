@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import random
 import signal
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +26,7 @@ from tests.nodes.build import (
     a_spec,
     is_held,
     learn_timings,
+    streamed,
     take,
 )
 from tests.nodes.test_calibration import calibrated
@@ -37,7 +36,6 @@ from tests.servers import (
     stop_demo_server,
     wait_for_demo_server,
 )
-from tests.transport.pool_client import pool_client
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 
@@ -74,32 +72,15 @@ async def test_a_cut_stream_of_a_real_server_frees_its_slot() -> None:
         async with a_fleet(a_spec(url=server.url), **REAL | {"interval": 60}) as fleet:
             node = fleet["a"]
             lease = take(node)
-            client = pool_client(lease.upstream)
-            async with client.stream("POST", "/v1/chat/completions", json=CHAT) as response:
-                parts = response.aiter_bytes()
-                await anext(parts)
-                lease.content_received(time.monotonic())
+            async with streamed(lease, max_tokens=15_000):
+                pass
             lease.abandon()
             assert lease.phase is LeasePhase.RECLAIM
             await fleet.until(lambda: not is_held(lease))
-            [slot] = (await client.get("/slots")).json()
+            async with httpx.AsyncClient(base_url=server.url, trust_env=False) as client:
+                [slot] = (await client.get("/slots")).json()
             assert not slot["is_processing"]
             assert slot["next_token"][0]["has_next_token"], "it was let go, not waited for"
-
-
-@pytest.mark.smoke
-async def test_the_timings_of_a_real_server_are_learnt() -> None:
-    with running_demo_servers(1) as [server]:
-        async with a_fleet(a_spec(url=server.url), **REAL) as fleet:
-            node = fleet["a"]
-            body = CHAT | {"stream": False, "max_tokens": 30}
-            answer = await pool_client(node.upstream).post(
-                "/v1/chat/completions", json=body, timeout=LIMIT
-            )
-            learn_timings(node.speed, answer.json()["timings"])
-            assert node.speed.prefill_tps
-            assert node.speed.decode_tps
-            assert 0 < node.speed.decode_tps < math.inf
 
 
 async def test_a_real_server_that_hangs_is_mute_with_work_and_down_without() -> None:

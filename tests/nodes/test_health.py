@@ -91,6 +91,17 @@ async def test_the_work_of_other_clients_counts() -> None:
 
 
 @in_virtual_time
+async def test_drift_is_published_once_and_again_when_it_changes() -> None:
+    async with EmulatedNode(slots=2) as server, a_fleet(a_spec(url=server.url, slots=4)) as fleet:
+        await asyncio.sleep(0.4)
+        said = ("slots: the inventory says 4, the server has 2",)
+        assert [drift.differences for drift in fleet.drifts] == [said]
+        server.slots.slots.extend(type(server.slots.slots[0])(i) for i in (2, 3))
+        await fleet.until(lambda: not fleet["a"].drift)
+        assert [drift.differences for drift in fleet.drifts] == [said, ()]
+
+
+@in_virtual_time
 async def test_failures_open_the_circuit_and_time_alone_lets_a_trial_in() -> None:
     async with EmulatedNode() as server:
         spec = a_spec(url=server.url)

@@ -5,17 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from gateway.nodes.circuit import START_LIMIT
 from gateway.nodes.health import judge_state
 from gateway.nodes.lifecycle import ProbeHistory
 from gateway.nodes.node import (
     SLOT_LINGER,
-    Lease,
-    LeasePhase,
     Node,
     NodeState,
     SlotOccupancy,
@@ -24,7 +19,7 @@ from gateway.nodes.router import LoadPhase, ModelLoad
 from gateway.nodes.server_properties import ServerProperties
 from gateway.nodes.speed import SpeedSample, TokenTime
 from tests.each_case import each_case
-from tests.nodes.build import Clock, a_node, a_spec, is_held, no_upstream, take
+from tests.nodes.build import Clock, a_node, a_spec, take
 
 
 @each_case(
@@ -163,93 +158,6 @@ def test_only_nodes_that_may_work_have_capacity() -> None:
     node = a_node(slots=3)
     node.removed = True
     assert node.capacity(1000.0) == 0
-
-
-# The count of a node's slots, under any order of events.
-
-
-class Counting(RuleBasedStateMachine):
-    """Takes, releases, abandons and reloads in any order; the counts must match the leases."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.clock = Clock()
-        self.node = a_node(self.clock, slots=4)
-        self.node.on_lease_released = self.released
-        self.leases: list[Lease] = []
-        self.callbacks = 0
-        self.ended = 0
-
-    def released(self, _: Lease, counted: bool) -> None:
-        assert not counted
-        self.callbacks += 1
-
-    @initialize(slots=st.integers(1, 8))
-    def begin(self, slots: int) -> None:
-        self.node.spec = a_spec(slots=slots)
-
-    @rule(slots=st.integers(0, 4))
-    def takes(self, slots: int) -> None:
-        self.leases.append(take(self.node, slots))
-
-    @precondition(lambda self: self.leases)
-    @rule(data=st.data(), how=st.sampled_from(["release", "abandon"]))
-    def ends(self, data: st.DataObject, how: str) -> None:
-        lease = data.draw(st.sampled_from(self.leases))
-        held = is_held(lease)
-        if how == "release":
-            lease.release()
-            assert not is_held(lease)
-        else:
-            lease.abandon()
-            assert is_held(lease) is held
-            assert lease.phase is (LeasePhase.RECLAIM if held else LeasePhase.RELEASED)
-        if held and not is_held(lease):
-            self.ended += 1
-
-    @precondition(lambda self: self.leases)
-    @rule(data=st.data())
-    def moves(self, data: st.DataObject) -> None:
-        lease = data.draw(st.sampled_from(self.leases))
-        phase = lease.phase
-        lease.head_received(self.clock())
-        lease.content_received(self.clock())
-        if phase in {LeasePhase.RECLAIM, LeasePhase.RELEASED}:
-            assert lease.phase is phase
-        else:
-            assert lease.phase is LeasePhase.DECODE
-
-    @rule(slots=st.none() | st.integers(1, 8), removed=st.booleans(), fresh=st.booleans())
-    def reloads(self, slots: int | None, removed: bool, fresh: bool) -> None:
-        self.node.spec = a_spec(slots=slots)
-        self.node.removed = removed
-        if fresh:
-            self.node.upstream = no_upstream()
-
-    @rule(busy=st.integers(0, 9), seconds=st.floats(0, 2))
-    def slots_are_read(self, busy: int, seconds: float) -> None:
-        occupancy = self.node.occupancy
-        with occupancy.slots_query(self.clock()) as query:
-            self.clock.passes(seconds)
-        occupancy.record_busy((0,) * busy, query, self.clock())
-        assert self.node.foreign <= busy
-
-    @invariant()
-    def counts_agree(self) -> None:
-        node = self.node
-        held = [lease for lease in self.leases if is_held(lease)]
-        assert node.leased == sum(lease.slots for lease in held) >= 0
-        assert node.leases == set(held)
-        assert len(node.leases) == len(held)
-        assert node.foreign >= 0
-        assert node.free_slots(self.clock()) >= 0
-        assert node.free_slots(self.clock()) + node.leased <= max(node.slots_total, node.leased)
-        assert node.slots_busy >= node.leased
-        assert self.callbacks == self.ended
-
-
-TestCounting = Counting.TestCase
-TestCounting.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 # The counts of a node's slots and their integrals over time.

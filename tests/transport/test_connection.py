@@ -13,7 +13,6 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
-import httptools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -500,26 +499,6 @@ def test_data_that_is_not_one_whole_message_has_no_known_head(data: bytes) -> No
 )  # fmt: skip
 def test_other_messages_are_not_learnt(data: bytes) -> None:
     assert KnownHead.from_message(data) is None
-
-
-@given(body=st.binary(max_size=300), digits=st.from_regex(rb"[0-9]{1,12}", fullmatch=True))
-def test_a_found_body_is_the_one_that_a_parser_finds(body: bytes, digits: bytes) -> None:
-    data = HEAD.replace(b"%d", digits) + body
-    found = known(message(b"hello")).match_body(data)
-    if found is None:
-        return
-    parts: list[bytes] = []
-    ends: list[bool] = []
-
-    class Reader:
-        on_body = staticmethod(parts.append)
-
-        def on_message_complete(self) -> None:
-            ends.append(True)
-
-    httptools.HttpRequestParser(Reader()).feed_data(data)
-    assert b"".join(parts) == found
-    assert ends == [True]
 
 
 @each_case(
