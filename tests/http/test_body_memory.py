@@ -33,7 +33,7 @@ from tests.emulator.raw_connection import RawConnection, raw_connection
 from tests.gateway_processes import serving
 from tests.gateways import until
 from tests.virtual import in_virtual_time
-from tests.web.raw_client import CHAT, HELLO, Answer, Public, answer, public, request
+from tests.web.raw_client import CHAT, HELLO, Public, answer, public, request
 
 LIMIT = 800
 
@@ -215,34 +215,6 @@ async def test_the_body_of_a_request_that_has_not_started_is_evicted_for_another
         assert not theirs[0].done()
         assert (await found).status == 200
         assert Counter([(await task).status for task in theirs]) == {200: 4, 429: 1}
-
-
-@in_virtual_time
-async def test_requests_without_a_slot_reach_a_node_few_at_a_time(tmp_path: Path) -> None:
-    node = EmulatedNode(slots=2)
-    async with shared(tmp_path, node, queue={"slotless": 4}) as gate:
-        node.faults.set("hang", path="/tokenize")
-        scheduler = gate.running.gateway.scheduler
-        row = scheduler.dispatcher.placement_state.rows[0]
-
-        def asked(who: Any) -> asyncio.Task[Answer]:
-            data = request({"content": "x"}, key(who), path="/tokenize")
-            return asyncio.create_task(gate.ask(data))
-
-        crowd = [asked(A) for _ in range(16)]
-        await until(lambda: len(scheduler.queue_positions()) == 14)
-        assert row.slotless_by_caller == {A.id: 2}
-        others = [asked(B) for _ in range(3)]
-        await until(lambda: len(scheduler.queue_positions()) == 15)
-        assert row.slotless_by_caller == {A.id: 2, B.id: 2}
-        # They take neither slots nor places in the queue for slots.
-        found = await gate.ask(request({**HELLO, "max_tokens": 1}, key(B)))
-        assert found.status == 200
-        node.faults.clear()
-        for task in crowd + others:
-            task.cancel()
-        await asyncio.gather(*crowd, *others, return_exceptions=True)
-        await until(lambda: row.slotless_running == 0)
 
 
 SIZE = 24_000_000

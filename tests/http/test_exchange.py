@@ -25,10 +25,6 @@ from tests.web.raw_client import CHAT, HELLO, Public, answer, public, request
 CALM = {"health": {"interval": 60, "discover_interval": 60}, "heartbeat": "off"}
 
 
-def asking_for(text: str) -> bytes:
-    return request({"messages": [{"role": "user", "content": text}], "max_tokens": 1})
-
-
 @in_virtual_time
 async def test_a_head_that_differs_from_the_last_is_parsed(tmp_path: Path) -> None:
     data = request({**HELLO, "max_tokens": 1})
@@ -186,22 +182,6 @@ async def test_a_client_that_leaves_after_it_has_sent_no_more_frees_the_slot(
         await left(gate)
         assert now() - left_at < 10
         gate.node.faults.clear()
-
-
-@in_virtual_time
-async def test_a_request_that_cannot_stream_holds_its_slot_until_the_node_is_done(
-    tmp_path: Path,
-) -> None:
-    node = EmulatedNode(slots=1, decode_tps=50, answer_tokens=40)
-    begun = [*HELLO["messages"], {"role": "assistant", "content": "well"}]
-    async with public(tmp_path, QUICK, node) as gate:
-        async with asking(gate, request({"messages": begun})):
-            await until(lambda: gate.node.busy == 1)
-        await left(gate)
-        assert the_node(gate).leased == 1
-        assert gate.node.busy == 1
-        await until(lambda: the_node(gate).leased == 0)
-        assert gate.node.busy == 0
 
 
 @in_virtual_time

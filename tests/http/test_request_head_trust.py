@@ -15,7 +15,6 @@ from gateway.config.settings import Settings
 from gateway.http.heads import OriginPolicy
 from tests.each_case import each_case
 from tests.emulator.raw_connection import raw_connection
-from tests.gateways import until
 from tests.web.raw_client import CHAT, HELLO, Answer, Public, answer, public, request
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -204,51 +203,3 @@ async def test_each_head_of_a_connection_is_judged_by_itself(gate: Public) -> No
                 found = await answer(wire)
                 assert found.headers["x-gateway-class"] == seen
                 assert ("x-gateway-node" in found.headers) == (seen == "urgent")
-
-
-async def test_only_local_callers_may_name_users(gate: Public) -> None:
-    edge = gate.running.gateway.handler
-    parties = []
-    for number, fields in enumerate(([], ["X-Forwarded-For: 127.0.0.1"]), 1):
-        gate.node.faults.next("hang")
-        async with raw_connection(gate.url) as wire:
-            await wire.send(request(SHORT, "X-User-Id: anna", *fields))
-            await until(lambda n=number: gate.node.requests == n)
-            parties += [live.request.lease_request.caller.fairness_key for live in edge.registry]
-            gate.node.faults.release()
-            await answer(wire)
-    assert parties == ["anonymous:127.0.0.1/anna", "anonymous:127.0.0.1"]
-
-
-async def test_a_keys_classes_hold_through_a_proxy(tmp_path: Path) -> None:
-    key = new_key("team")
-    spec = {"id": key.id, "sha256": key.sha256, "max_class": "premium"}
-    async with public(tmp_path, {"keys": [spec]}, well=False) as gate:
-        fields = [f"x-api-key: {key.text}", "X-Priority: urgent"]
-        direct = await gate.chat(*fields, max_tokens=1)
-        proxied = await gate.chat(*fields, "Forwarded: for=_x", max_tokens=1)
-        assert direct.headers["x-gateway-class"] == proxied.headers["x-gateway-class"] == "premium"
-        assert "x-gateway-node" in direct.headers
-        assert "x-gateway-node" not in proxied.headers
-
-
-@each_case(
-    ("field", "odd"),
-    [
-        *(("priority", odd) for odd in (
-            "high", "", "URGENT!", 7, -1.5, True, None, [], ["urgent"], {"class": "urgent"}
-        )),
-        *(("service_tier", odd) for odd in (
-            "high", 7, [], ["flex"], {"tier": "flex"}, None, False
-        )),
-    ],
-)  # fmt: skip
-async def test_an_unknown_class_or_tier_is_ignored_in_the_body_alone(
-    gate: Public, field: str, odd: object
-) -> None:
-    found = await gate.chat(**{**SHORT, field: odd})
-    assert found.status == 200, found
-    assert found.headers["x-gateway-class"] == "normal"
-    found = await gate.chat("X-Priority: high", **{**SHORT, "priority": "batch"})
-    assert found.status == 400
-    assert b"urgent, premium, normal, batch" in found.body
