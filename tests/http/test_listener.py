@@ -114,23 +114,6 @@ async def test_an_address_with_many_half_open_tls_connections_keeps_no_other_out
         await until(lambda: len(limiter) == 0)
 
 
-async def test_a_client_that_leaves_the_end_of_tls_unanswered_is_gone_soon(
-    tmp_path: Path, authority: trustme.CA, tls: dict[str, str]
-) -> None:
-    settings = {"listen": {"tls": tls}, "limits": {"header_timeout": 0.3}}
-    async with public(tmp_path, settings, well=False, timings=Timings(linger=0.2)) as gate:
-        listener = gate.running.gateway.public_listener
-        assert listener is not None
-        with socket.create_connection((listener.host, listener.port)) as raw:
-            context = trusting(authority)
-            client = await asyncio.to_thread(context.wrap_socket, raw, server_hostname="127.0.0.1")
-            await until(lambda: bool(listener.connections))
-            began = asyncio.get_running_loop().time()
-            await until(lambda: len(listener.protocol.connection_limiter) == 0)
-            assert asyncio.get_running_loop().time() - began < 20.0, "not ssl_shutdown_timeout"
-            client.close()
-
-
 @pytest.mark.parametrize("paths", [[CHAT], [CHAT, "last " + CHAT], [CHAT, "last /admin"]])
 async def test_clients_that_leave_the_end_of_tls_unanswered_delay_no_shutdown(
     tmp_path: Path, authority: trustme.CA, tls: dict[str, str], paths: list[str]

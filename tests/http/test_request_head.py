@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gateway.callers.keys import KeyRing
 from gateway.config.listeners import CorsSpec
-from gateway.config.settings import Settings
-from gateway.errors import GatewayError
 from gateway.http.heads import (
-    ANONYMOUS_OWNER,
     EXPOSED_HEADERS,
-    HandlerConfig,
     cors_headers,
-    owner_by_head,
     prefers_async,
 )
-from gateway.lease import KeyedHash
-from gateway.nodes.model_index import ModelIndex
-from gateway.terms import Caller, Priority
 from gateway.transport.errors import ConnectTimedOut
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
@@ -51,38 +41,6 @@ def test_a_preference_for_an_answer_later_is_found(value: bytes, found: bool) ->
     assert prefers_async([(b"prefer", value)]) is found
     assert prefers_async([(b"prefer", b"wait=1"), (b"prefer", value)]) is found
     assert not prefers_async([(b"x-prefer", value)])
-
-
-KEY = Caller("k1", "alice", Priority.NORMAL)
-NOBODY = Caller("anonymous:127.0.0.1", "anonymous", Priority.URGENT, anonymous=True)
-
-
-def owner_of(
-    *headers: tuple[bytes, bytes], caller: Caller, loopback: bool, what: str = "Files"
-) -> str:
-    config = HandlerConfig(
-        Settings(),
-        loopback=loopback,
-        keyed_hash=KeyedHash(b"0" * 16),
-        key_ring=KeyRing(),
-        catalog=ModelIndex(),
-    )
-    return owner_by_head(list(headers), caller, config, what)
-
-
-def test_a_key_owns_what_it_sends_wherever_it_comes_from() -> None:
-    for loopback in (True, False):
-        assert owner_of(caller=KEY, loopback=loopback) == "k1"
-    assert owner_of((b"x-forwarded-for", b"10.1.1.1"), caller=KEY, loopback=True) == "k1"
-
-
-def test_callers_without_a_key_share_an_owner_on_the_gateways_machine_alone() -> None:
-    for caller in (NOBODY, replace(NOBODY, id="anonymous:::1")):
-        assert owner_of(caller=caller, loopback=True) == ANONYMOUS_OWNER
-    for headers, loopback in (((), False), (((b"x-forwarded-for", b"10.1.1.1"),), True)):
-        with pytest.raises(GatewayError, match="Batches belong to an API key") as refused:
-            owner_of(*headers, caller=NOBODY, loopback=loopback, what="Batches")
-        assert (refused.value.status, refused.value.retryable) == (401, False)
 
 
 PAGE = "https://chat.example"
