@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +14,7 @@ from gateway.nodes.router import (
     LONGEST_EVENT,
     MOST_BY_OTHERS,
     MOST_RETRY,
+    MOST_UNLOAD,
     OTHERS_PAUSE,
     EventLines,
     LoadPhase,
@@ -131,44 +131,44 @@ def test_odd_events_and_endless_lines_are_passed_over() -> None:
     assert list(lines.add(b'"}\ndata: {"model": "a"}\n')) == [ModelEvent("a", None)]
 
 
-def ordered(command: Any = "load", *, taken: float = 1.0, **fields: Any) -> ModelLoad:
-    """A load to which the router was told to do this at 0, which it has answered."""
-    load = ModelLoad(**fields)
-    load.order(command, "ordered", 0.0)
-    load.command_taken(taken)
-    return load
+def reports(
+    load: ModelLoad, *told: tuple[RoutedModel, float], followed: bool | None = True
+) -> list[object]:
+    """The changes that these lists show of this load."""
+    return [load.reported(one, at, at, followed=followed) for one, at in told]
 
 
 def test_a_load_that_was_ordered_is_seen_to_end() -> None:
-    load = ordered()
-    assert load.reported(model("loading"), 1.0, 1.0, followed=True) is None
+    load = ModelLoad(failures=5)
+    load.order("load", "ordered", 0.0)
+    load.command_taken(1.0)
     load.progressed(0.5)
-    assert load.progress == 0.5
-    change = load.reported(model("loaded"), 3.0, 3.0, followed=True)
-    assert change == ("loaded", 3.0, False)
-    assert (load.phase, load.loads, load.load_seconds, load.failures) == (
-        LoadPhase.READY,
-        1,
-        3.0,
-        0,
-    )
-    assert load.reported(model("sleeping"), 4.0, 4.0, followed=True) is None
+    assert (load.phase, load.progress) == (LoadPhase.LOADING, 0.5)
+    lists = (model("loading"), 1.0), (model("loaded"), 3.0), (model("sleeping"), 4.0)
+    assert reports(load, *lists) == [None, ("loaded", 3.0, False), None]
+    assert (load.phase, load.loads, load.failures) == (LoadPhase.READY, 1, 0)
     load.order("unload", "ordered", 5.0)
-    assert load.reported(model("loaded"), 9.0, 9.0, followed=True) is None
+    assert reports(load, (model("loaded"), 9.0)) == [None]
     assert load.phase is LoadPhase.UNLOADING
-    change = load.reported(model("unloaded"), 9.0, 9.0, followed=True)
-    assert change == ("unloaded", None, False)
+    assert reports(load, (model("unloaded"), 9.0)) == [("unloaded", None, False)]
+    # An unload that never ends is not believed for ever.
+    load = ModelLoad(phase=LoadPhase.READY)
+    load.order("unload", "ordered", 0.0)
+    load.command_taken(1.0)
+    assert reports(load, (model("loaded"), MOST_UNLOAD)) == [None]
+    reports(load, (model("loaded"), MOST_UNLOAD + 1.0))
+    assert load.phase is LoadPhase.READY
 
 
 def test_a_list_counts_against_a_command_only_if_it_was_asked_for_after_its_answer() -> None:
     load = ModelLoad()
     load.order("load", "ordered", 0.0)
-    assert load.reported(model(), 50.0, 50.0, followed=True) is None
+    assert reports(load, (model(), 50.0)) == [None]
     load.command_taken(60.0)
     assert load.reported(model(), 59.0, 61.0, followed=True) is None
     assert load.phase is LoadPhase.LOADING
-    change = load.reported(model(failed=True, exit_code=1), 60.0, 61.0, followed=True)
-    assert change == ("failed", None, False)
+    failed = model(failed=True, exit_code=1)
+    assert load.reported(failed, 60.0, 61.0, followed=True) == ("failed", None, False)
     assert "exit code 1" in load.reason
 
 
@@ -184,31 +184,27 @@ def test_a_failed_load_is_tried_again_after_longer_each_time() -> None:
         assert not load.retry_due(now)
     assert waits[:3] == [FIRST_RETRY, 2 * FIRST_RETRY, 4 * FIRST_RETRY]
     assert waits[-1] == MOST_RETRY
-    ready = ordered(failures=5)
-    ready.reported(model("loaded"), 2.0, 2.0, followed=True)
-    assert ready.failures == 0
 
 
-@pytest.mark.parametrize("phase", [LoadPhase.READY, LoadPhase.RETIRING, LoadPhase.LOADING])
+@each_case("phase", [LoadPhase.READY, LoadPhase.RETIRING, LoadPhase.LOADING])
 def test_a_router_s_restart_is_nobody_s_doing(phase: LoadPhase) -> None:
     load = ModelLoad(phase=phase)
-    assert load.reported(model(), 1.0, 1.0, followed=False) == ("unloaded", None, False)
+    assert reports(load, (model(), 1.0), followed=False) == [("unloaded", None, False)]
     assert (load.reason, load.cause) == ("the router was restarted", "restart")
     assert (load.failures, load.by_others_at < 0.0) == (0, True)
     # Of one without events nobody knows: so that a model that never loads is not loaded on and on.
     load = ModelLoad(phase=LoadPhase.LOADING)
-    assert load.reported(model(), 1.0, 1.0, followed=None) == ("failed", None, False)
+    assert reports(load, (model(), 1.0), followed=None) == [("failed", None, False)]
 
 
 def test_what_others_do_is_told_from_what_we_do() -> None:
     load = ModelLoad()
-    assert load.reported(model("loading"), 1.0, 1.0, followed=True) == ("loading", None, True)
-    assert load.reported(model("loaded"), 2.0, 2.0, followed=True) == ("loaded", 1.0, False)
-    assert load.reported(model(), 3.0, 3.0, followed=True) == ("unloaded", None, True)
+    assert reports(load, (model("loading"), 1.0), (model("loaded"), 2.0), (model(), 3.0)) == [
+        *(("loading", None, True), ("loaded", 1.0, False), ("unloaded", None, True))
+    ]
     assert (load.by_others_at, load.cause) == (3.0, "others")
-    dead = ModelLoad(phase=LoadPhase.READY)
-    killed = model(failed=True, exit_code=1)
-    assert dead.reported(killed, 1.0, 1.0, followed=True) == ("died", None, False)
+    dead, killed = ModelLoad(phase=LoadPhase.READY), model(failed=True, exit_code=1)
+    assert reports(dead, (killed, 1.0)) == [("died", None, False)]
     assert (dead.phase, dead.failures) == (LoadPhase.UNLOADED, 0)
 
 

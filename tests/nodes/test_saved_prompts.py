@@ -60,6 +60,12 @@ class Site:
     async def ask(self, model: str, *seeds: int) -> list[tuple[str, int]]:
         return [await self.models.ask(model, prompt(seed, 300)) for seed in seeds]
 
+    async def saved(self) -> list[tuple[str, int]]:
+        """Two answers of the model `a`, which is then unloaded for `b`."""
+        answers = await self.ask("a", 1, 2)
+        await self.models.ask("b", "Hello.")
+        return answers
+
     async def cached(self, *seeds: int) -> list[bool]:
         """Whether the model `a` had these prompts cached."""
         return [cached > 200 for _, cached in await self.ask("a", *seeds)]
@@ -81,15 +87,15 @@ async def site(folder: Path, *, slot_save: bool = True, **options: Any) -> Async
 @in_virtual_time
 async def test_a_model_that_is_loaded_again_has_its_prompts(tmp_path: Path) -> None:
     async with site(tmp_path) as one:
-        before = await one.ask("a", 1, 2)
+        before = await one.saved()
         for _ in range(2):
-            await one.models.ask("b", "Hello.")
             assert one.models.told == SAVED
             assert one.router.models["a"].state == "unloaded"
             after = await one.ask("a", 1, 2)
             assert one.models.told == RESTORED
             assert [text for text, _ in after] == [text for text, _ in before]
             assert all(cached > 200 for _, cached in after)
+            await one.models.ask("b", "Hello.")
         assert set(one.files) == {one.path(0), one.path(1), one.path(None)}
 
 
@@ -98,21 +104,18 @@ async def test_nothing_is_saved_that_the_settings_do_not_allow_or_that_is_not_wo
     tmp_path: Path,
 ) -> None:
     async with site(tmp_path, slot_save=False) as one:
-        await one.ask("a", 1, 2)
-        await one.models.ask("b", "Hello.")
+        await one.saved()
         assert await one.cached(1, 2) == [False, False]
         assert (one.models.told, one.files) == ([], {})
     async with site(tmp_path, prefill_tps=1e6) as one:
-        await one.ask("a", 1, 2)
-        await one.models.ask("b", "Hello.")
+        await one.saved()
         assert (one.models.told, one.files) == ([], {})
 
 
 @in_virtual_time
 async def test_files_of_other_weights_are_erased_and_no_text_is_wrong(tmp_path: Path) -> None:
     async with site(tmp_path) as one:
-        before = await one.ask("a", 1, 2)
-        await one.models.ask("b", "Hello.")
+        before = await one.saved()
         for name, file in one.files.items():
             one.files[name] = file._replace(weights="others of the same shape")
         after = await one.ask("a", 1, 2)
@@ -133,13 +136,11 @@ async def test_a_server_that_does_not_answer_is_waited_for_within_limits(tmp_pat
         assert one.models.told == [("r1/a", "failed", 1)]
         assert MOST_SAVE <= now() - began < MOST_SAVE + 4
         # The next unloads do not wait for it; later it is tried again.
-        await one.ask("a", 1, 2)
-        await one.models.ask("b", "Hello.")
+        await one.saved()
         assert one.models.told == []
         server.faults.clear()
         await asyncio.sleep(PAUSE)
-        await one.ask("a", 1, 2)
-        await one.models.ask("b", "Hello.")
+        await one.saved()
         assert one.models.told == SAVED
         # A slot that may hold anything and can't be emptied: it is loaded once more.
         server.faults.set("hang", path="/slots/0")
@@ -155,8 +156,7 @@ async def test_nothing_is_restored_into_a_model_that_others_have_loaded_and_use(
     tmp_path: Path,
 ) -> None:
     async with site(tmp_path) as one:
-        await one.ask("a", 1, 2)
-        await one.models.ask("b", "Hello.")
+        await one.saved()
         assert one.models.told == SAVED
         loads = one.router.models["a"].loads
         messages = [{"role": "user", "content": prompt(3, 1500)}]  # for some 35 s
