@@ -102,17 +102,6 @@ def test_no_reply_has_anything_of_another_one_on_its_connection() -> None:
         check(chance.randbytes(3 * chance.randint(2, MOST_REPLIES) + 6))
 
 
-# Valid responses.
-
-
-async def test_a_response_may_end_with_its_head_or_end_its_connection() -> None:
-    for status in (b"204 No Content", b"304 Not Modified"):
-        connection, body = await asked(b"HTTP/1.1 " + status + b"\r\n\r\n")
-        assert (body, connection.reusable) == (b"", True)
-    connection, body = await asked(OK.replace(b"1.1", b"1.0"))
-    assert (body, connection.reusable) == (b"hello", False)
-
-
 # Invalid responses.
 
 
@@ -176,31 +165,6 @@ async def test_a_failure_of_either_side_is_no_end_of_a_body_without_framing(
         with pytest.raises(failure):
             await connection.read()
         assert not connection.complete
-
-
-@pytest.mark.parametrize("together", [True, False])
-async def test_unrequested_bytes_spoil_the_connection_and_not_the_response(together: bool) -> None:
-    go = asyncio.Event()
-    surplus = OK.replace(b"200", b"500").replace(b"hello", b"wrong")
-
-    async def script(peer: Peer) -> None:
-        await peer.request()
-        if together:
-            await peer.say(OK + surplus)
-        else:
-            await peer.say(OK)
-            await go.wait()
-            await peer.say(surplus)
-        await peer.reader.read()
-
-    async with asking(script) as (server, connection):
-        assert await body_of(connection) == b"hello"
-        go.set()
-        await server.until(lambda: not connection.alive)
-        assert connection.status == 200
-        assert connection.headers == [(b"content-length", b"5")]
-        assert await connection.read() == b""
-        await server.until(lambda: server.open == 0)
 
 
 # Reuse.
@@ -329,16 +293,6 @@ REPLIES = [
     b"HTTP/1.1 200 OK\r\n\r\nhello",
     b"HTTP/1.0 200\r\nContent-Length: 5\r\n\r\nhello",
 ]
-
-
-@given(reply=st.sampled_from(REPLIES), cuts=st.sets(st.integers(1, 200)))
-def test_a_response_is_the_same_in_any_pieces(reply: bytes, cuts: set[int]) -> None:
-    with contextlib.closing(asyncio.new_event_loop()) as loop:
-        places = [0, *sorted(cut for cut in cuts if cut < len(reply)), len(reply)]
-        connection = fed(loop, [reply[a:b] for a, b in itertools.pairwise(places)])
-        assert connection.status == 200
-        assert connection.complete
-        assert connection.read_nowait() == b"hello"
 
 
 @given(
