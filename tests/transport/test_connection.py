@@ -144,6 +144,15 @@ async def test_a_response_that_is_cut_off_is_a_reset_and_not_stale() -> None:
         assert type(await failure(reply)) is ConnectionReset, reply
 
 
+async def test_the_bytes_before_a_cut_are_read_before_it_is_raised() -> None:
+    async with asking(once(CHUNKED + b"5\r\nhello\r\n5\r\nwo")) as (server, connection):
+        await connection.read_status()
+        await server.until(lambda: not connection.alive)
+        assert await connection.read() == b"hellowo"
+        with pytest.raises(ConnectionReset):
+            await connection.read()
+
+
 @pytest.mark.parametrize("failure", [ConnectionReset, UpstreamTimeout])
 async def test_a_failure_of_either_side_is_no_end_of_a_body_without_framing(
     failure: type[UpstreamError],
