@@ -95,14 +95,6 @@ async def test_a_requested_reload_reports_the_problems_of_both_files(given: Opti
     assert [problem.key for problem in caught.value.problems] == ["queue.max", "nodes"]
 
 
-async def test_two_nodes_of_one_server_are_a_warning(given: Options) -> None:
-    log = given.inventory_file.parent / "log"
-    async with started(given, lambda: None):
-        one = {"name": "one", "url": DEAD}
-        replace(given.inventory_file, yaml.safe_dump({"nodes": [one, {**one, "name": "other"}]}))
-        await until(lambda: "the nodes one and other are one server" in log.read_text())
-
-
 PINNED = "models: {m: {pin: [first, second]}}"
 
 

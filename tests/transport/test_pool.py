@@ -148,25 +148,6 @@ async def test_a_closed_pool_closes_idle_connections_and_leaves_used_ones() -> N
         await server.until(lambda: server.open == 0)
 
 
-# One exchange.
-
-
-async def test_the_connection_of_a_response_that_was_not_read_to_its_end_is_closed() -> None:
-    async def half(peer: Peer) -> None:
-        await peer.request()
-        await peer.say(OK[:-1])
-        await peer.reader.read()
-
-    async with raw_server(half) as server:
-        pool = pool_of(server)
-        with pytest.raises(ValueError, match="enough"):
-            async with pool.response(ASK, connect_timeout=LIMIT):
-                raise ValueError("enough")
-        assert pool.take_idle() is None
-        await server.until(lambda: server.open == 0)
-        pool.close()
-
-
 async def test_a_request_on_a_new_connection_that_breaks_is_not_sent_again() -> None:
     async def script(peer: Peer) -> None:
         await peer.request()
@@ -344,19 +325,6 @@ async def test_a_certificate_of_an_unknown_authority_or_another_name_is_rejected
         with pytest.raises(ConnectFailed, match="certificate"):
             await tls_pool(server, **tls).connect(LIMIT)
         await server.until(lambda: server.open == 0)
-
-
-async def test_a_client_certificate_is_sent_to_a_node_that_asks_for_it(
-    ca: Path, authority: trustme.CA, server_side: ssl.SSLContext, tls_pool: OpenPool, tmp_path: Path
-) -> None:
-    own = authority.issue_cert("gateway.test")
-    own.cert_chain_pems[0].write_to_path(tmp_path / "own.pem")
-    own.private_key_pem.write_to_path(tmp_path / "own.key")
-    server_side.verify_mode = ssl.CERT_REQUIRED
-    authority.configure_trust(server_side)
-    async with raw_server(always(OKAY), server_side) as server:
-        tls = {"ca": str(ca), "cert": str(tmp_path / "own.pem"), "key": str(tmp_path / "own.key")}
-        assert await answered(tls_pool(server, **tls)) == b"hello"
 
 
 @pytest.mark.parametrize(
