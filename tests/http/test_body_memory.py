@@ -214,7 +214,7 @@ async def test_the_body_of_a_request_that_has_not_started_is_evicted_for_another
         assert Counter([(await task).status for task in theirs]) == {200: 4, 429: 1}
 
 
-SIZE = 24_000_000
+SIZE = 12_000_000
 
 
 def of(item: bytes) -> bytes:
