@@ -19,12 +19,7 @@ from gateway.callers.fair_share import FairShare
 from gateway.callers.keys import new_key
 from gateway.config.listeners import LimitSettings
 from gateway.errors import GatewayError, body_too_large
-from gateway.http.body_memory import (
-    PART_BYTES,
-    BodyAllocation,
-    BodyMemory,
-    body_parts,
-)
+from gateway.http.body_memory import PART_BYTES, BodyAllocation, BodyMemory, body_parts
 from tests.emulator import EmulatedNode
 from tests.emulator.raw_connection import RawConnection, raw_connection
 from tests.gateway_processes import serving

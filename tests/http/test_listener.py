@@ -20,11 +20,7 @@ from gateway.app.handover import open_listeners
 from gateway.app.startup import StartError
 from gateway.callers.keys import new_key
 from gateway.config.listeners import LimitSettings
-from gateway.http.certificates import (
-    CertificateError,
-    ServerCertificate,
-    load_certificate,
-)
+from gateway.http.certificates import CertificateError, ServerCertificate, load_certificate
 from gateway.http.listener import Listener, bind_socket
 from gateway.http.protocol import protocol_class
 from tests.emulator import EmulatedNode

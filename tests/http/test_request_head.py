@@ -10,11 +10,7 @@ from typing import Any
 import pytest
 
 from gateway.config.listeners import CorsSpec
-from gateway.http.heads import (
-    EXPOSED_HEADERS,
-    cors_headers,
-    prefers_async,
-)
+from gateway.http.heads import EXPOSED_HEADERS, cors_headers, prefers_async
 from gateway.transport.errors import ConnectTimedOut
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode

@@ -13,11 +13,7 @@ from hypothesis import strategies as st
 from gateway.config.inventory import NodeSpec
 from gateway.config.scheduling import HealthSettings, TimeoutSettings
 from gateway.config.settings import Settings
-from gateway.nodes.fleet import (
-    BLIND_HOLD,
-    most_hold,
-    released_slots,
-)
+from gateway.nodes.fleet import BLIND_HOLD, most_hold, released_slots
 from gateway.nodes.node import Lease, Node, NodeState
 from gateway.nodes.prices import GpuCosts, alive_nodes
 from gateway.transport.pool import ConnectionPool, open_node_pool

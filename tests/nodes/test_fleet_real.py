@@ -21,14 +21,7 @@ from gateway.nodes.prompt_cache import FleetPromptCache
 from gateway.request.prompt_key import BLOCK_BYTES, VolatileLines, build_prompt_key
 from gateway.request.routes import ROUTES
 from tests.each_case import each_case
-from tests.nodes.build import (
-    a_fleet,
-    a_spec,
-    is_held,
-    learn_timings,
-    streamed,
-    take,
-)
+from tests.nodes.build import a_fleet, a_spec, is_held, learn_timings, streamed, take
 from tests.nodes.test_calibration import calibrated
 from tests.servers import (
     running_demo_servers,

@@ -6,11 +6,7 @@ from typing import Any
 
 from gateway.events import ModelsDiffer
 from gateway.nodes.lifecycle import ProbeAnswer, ProbeResult
-from gateway.nodes.model_index import (
-    ComparedServer,
-    ModelIndex,
-    model_differences,
-)
+from gateway.nodes.model_index import ComparedServer, ModelIndex, model_differences
 from gateway.nodes.node import Node, NodeState
 from gateway.nodes.server_properties import ServerProperties
 from tests.emulator import EmulatedNode

@@ -9,12 +9,7 @@ import pytest
 from gateway.nodes.circuit import START_LIMIT
 from gateway.nodes.health import judge_state
 from gateway.nodes.lifecycle import ProbeHistory
-from gateway.nodes.node import (
-    SLOT_LINGER,
-    Node,
-    NodeState,
-    SlotOccupancy,
-)
+from gateway.nodes.node import SLOT_LINGER, Node, NodeState, SlotOccupancy
 from gateway.nodes.router import LoadPhase, ModelLoad
 from gateway.nodes.server_properties import ServerProperties
 from gateway.nodes.speed import SpeedSample, TokenTime

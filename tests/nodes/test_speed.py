@@ -31,15 +31,7 @@ from gateway.nodes.speed import (
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway, until
-from tests.nodes.build import (
-    Clock,
-    Running,
-    a_fleet,
-    a_node,
-    a_spec,
-    learn_timings,
-    take,
-)
+from tests.nodes.build import Clock, Running, a_fleet, a_node, a_spec, learn_timings, take
 from tests.virtual import in_virtual_time
 from tests.web.bare_gateway import CHAT
 

@@ -35,15 +35,7 @@ from gateway.transport.errors import (
 from gateway.transport.pool import ConnectionPool, NodeAddress
 from tests.each_case import each_case
 from tests.fuzz.replies import MOST_REPLIES, make_check
-from tests.transport.raw import (
-    HOWEVER_SLOW,
-    Peer,
-    RawServer,
-    Script,
-    Silent,
-    once,
-    raw_server,
-)
+from tests.transport.raw import HOWEVER_SLOW, Peer, RawServer, Script, Silent, once, raw_server
 from tests.virtual import in_virtual_time, now
 
 ASK = b"GET /x HTTP/1.1\r\nhost: n\r\n\r\n"

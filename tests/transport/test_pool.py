@@ -33,13 +33,7 @@ from gateway.transport.pool import (
 )
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
-from tests.transport.raw import (
-    HOWEVER_SLOW,
-    Peer,
-    RawServer,
-    always,
-    raw_server,
-)
+from tests.transport.raw import HOWEVER_SLOW, Peer, RawServer, always, raw_server
 
 ASK = b"GET /health HTTP/1.1\r\nhost: n\r\n\r\n"
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
