@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from gateway.nodes.circuit import START_LIMIT
 from gateway.nodes.health import judge_state
 from gateway.nodes.lifecycle import ProbeHistory
-from gateway.nodes.node import SLOT_LINGER, Node, NodeState, SlotOccupancy
+from gateway.nodes.node import SLOT_LINGER, NodeState, SlotOccupancy
 from gateway.nodes.router import LoadPhase, ModelLoad
 from gateway.nodes.server_properties import ServerProperties
 from gateway.nodes.speed import SpeedSample, TokenTime
@@ -87,62 +88,45 @@ def test_a_key_that_has_just_worked_must_be_rejected_twice() -> None:
     assert judge_state(node, node.clock())[0] is NodeState.DOWN
 
 
-def slow_down(node: Node) -> None:
-    """Let it write at its usual speed for a long time, and then far slower."""
-    for second in range(40):
-        each = 0.1 if second < 20 else 1.0
-        node.degradation.learn(SpeedSample(None, TokenTime(40, each, each), 1, 500), 10.0 * second)
-
-
-def everything_at_once() -> Node:
-    """A node for which every state but `starting` would hold."""
+def test_the_first_state_that_holds_wins() -> None:
+    # A node for which every state but `starting` would hold.
     node = a_node(enabled=False)
     node.draining = True
     node.sleep.props_read(True, 900.0, asked=False)
-    node.probe_history = ProbeHistory(probed=True, up=False, detail="no connection", mute=True)
+    node.probe_history = history = ProbeHistory(probed=True, up=False, detail="none", mute=True)
     for _ in range(5):
         node.circuit.record_failure(1000.0)
-    slow_down(node)
-    return node
+    for second in range(40):
+        each = 0.1 if second < 20 else 1.0
+        node.degradation.learn(SpeedSample(None, TokenTime(40, each, each), 1, 500), 10.0 * second)
+    load = ModelLoad()
 
+    def probed(*, up: bool) -> None:
+        history.probed = history.up = up
+        history.loading = False
 
-def test_the_first_state_that_holds_wins() -> None:
-    node, seen = everything_at_once(), []
+    def loading() -> None:
+        history.loading, node.load = True, load
 
-    def state() -> str:
-        return judge_state(node, 1000.0)[0].value
-
-    seen.append(state())
-    node.spec = a_spec()
-    seen.append(state())
-    node.draining = False
-    seen.append(state())
-    node.probe_history.loading = True
-    node.load = ModelLoad()
-    seen.append(state())
-    node.load.enter(LoadPhase.RETIRING, "another model waits", 1000.0)
-    seen.append(state())
-    node.load.failed("exit code 1", 1000.0)
-    seen.append(state())
-    node.load = None
-    seen.append(state())
-    node.sleep.woke()
-    seen.append(state())
-    node.probe_history.loading = node.probe_history.probed = False
-    seen.append(state())
-    node.probe_history.probed = node.probe_history.up = True
-    seen.append(state())
-    node.circuit.close(1000.0)
-    seen.append(state())
-    node.probe_history.mute = False
-    seen.append(state())
-    node.degradation.server_restarted()
-    seen.append(state())
-    assert seen == [state.value for state in NodeState]
-    assert seen == [
-        "standby", "draining", "down", "unloaded", "unloading", "failed", "sleeping", "loading",
-        "starting", "ejected", "mute", "degraded", "ready",
-    ]  # fmt: skip
+    changes: list[tuple[str, Callable[[], object]]] = [
+        ("standby", lambda: None),
+        ("draining", lambda: setattr(node, "spec", a_spec())),
+        ("down", lambda: setattr(node, "draining", False)),
+        ("unloaded", loading),
+        ("unloading", lambda: load.enter(LoadPhase.RETIRING, "another model waits", 1000.0)),
+        ("failed", lambda: load.failed("exit code 1", 1000.0)),
+        ("sleeping", lambda: setattr(node, "load", None)),
+        ("loading", node.sleep.woke),
+        ("starting", lambda: probed(up=False)),
+        ("ejected", lambda: probed(up=True)),
+        ("mute", lambda: node.circuit.close(1000.0)),
+        ("degraded", lambda: setattr(history, "mute", False)),
+        ("ready", node.degradation.server_restarted),
+    ]
+    assert [state for state, _ in changes] == [state.value for state in NodeState]
+    for state, change in changes:
+        change()
+        assert judge_state(node, 1000.0)[0].value == state
 
 
 def test_only_nodes_that_may_work_have_capacity() -> None:
