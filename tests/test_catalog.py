@@ -10,29 +10,21 @@ from tests.virtual import in_virtual_time
 
 
 @in_virtual_time
-async def test_a_fleet_is_probed_once_every_node_of_the_first_inventory_was() -> None:
-    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url), probed=False) as running:
+async def test_a_fleet_tells_whether_it_is_probed_works_and_has_a_free_slot() -> None:
+    async with (
+        EmulatedNode(slots=1) as server,
+        a_fleet(a_spec(url=server.url), probed=False) as running,
+    ):
         catalog: FleetCatalog = running.fleet
         assert (catalog.is_probed, catalog.has_free_slot()) == (False, False)
         await running.until_state("a", NodeState.READY)
         assert (catalog.is_probed, catalog.has_free_slot()) == (True, True)
-
-
-@in_virtual_time
-async def test_a_fleet_whose_slots_are_taken_has_a_usable_node_and_no_free_slot() -> None:
-    async with EmulatedNode(slots=1) as server, a_fleet(a_spec(url=server.url)) as running:
-        catalog: FleetCatalog = running.fleet
         lease = take(running["a"])
         assert (catalog.has_free_slot(), catalog.has_usable_node()) == (False, True)
         lease.release()
         assert catalog.has_free_slot()
-
-
-@in_virtual_time
-async def test_a_fleet_whose_only_node_is_down_has_no_usable_node() -> None:
-    async with a_fleet(a_spec(url="http://127.0.0.1:9")) as running:
+        await server.kill()
         await running.until_state("a", NodeState.DOWN)
-        catalog: FleetCatalog = running.fleet
         assert (catalog.is_probed, catalog.has_usable_node()) == (True, False)
 
 

@@ -2,63 +2,42 @@
 
 from __future__ import annotations
 
-import pytest
-
 from gateway import errors
 from gateway.errors import GatewayError
-
-ALL: list[tuple[GatewayError, int, str]] = [
-    (errors.invalid_json("x"), 400, "invalid_json"),
-    (errors.invalid_request("x", "n"), 400, "invalid_request"),
-    (errors.context_length_exceeded(9, 8), 400, "context_length_exceeded"),
-    (errors.invalid_api_key(), 401, "invalid_api_key"),
-    (errors.model_not_allowed("m"), 403, "model_not_allowed"),
-    (errors.model_not_found("m", []), 404, "model_not_found"),
-    (errors.not_found("/x"), 404, "not_found"),
-    (errors.queue_full("x", 3.0), 429, "queue_full"),
-    (errors.node_failed("x"), 502, "node_failed"),
-    (errors.no_node("x", 3.0), 503, "no_node"),
-    (errors.queue_timeout("x", 3.0), 503, "queue_timeout"),
-    (errors.starting("x"), 503, "starting"),
-    (errors.shutting_down(), 503, "shutting_down"),
-    (errors.node_timeout("x"), 504, "node_timeout"),
-]
+from tests.each_case import each_case
 
 
-def test_each_error_has_its_status_and_code() -> None:
-    assert [(e.status, e.code) for e, _, _ in ALL] == [(status, code) for _, status, code in ALL]
-    assert [code for error, _, code in ALL if not error.message] == []
-
-
-def test_temporary_errors_have_a_retry_after() -> None:
-    result = {code for error, _, code in ALL if error.retry_after is not None}
-    assert result == {code for _, status, code in ALL if status in {429, 503}}
-
-
-def test_errors_that_official_clients_must_not_retry_say_so() -> None:
-    never = {"node_failed", "queue_timeout", "node_timeout", "invalid_api_key"}
-    assert {code for error, _, code in ALL if not error.retryable} == never
-
-
-def test_a_long_retry_after_is_not_retryable() -> None:
-    assert errors.queue_full("x", 60.0).retryable
-    assert not errors.queue_full("x", 61.0).retryable
-    assert not errors.no_node("x", 600.0).retryable
-
-
-@pytest.mark.parametrize(
-    ("error", "kind"),
+@each_case(
+    ("error", "status", "code", "kind", "retryable"),
     [
-        (errors.invalid_api_key(), "authentication_error"),
-        (errors.model_not_allowed("m"), "permission_error"),
-        (errors.model_not_found("m", []), "invalid_request_error"),
-        (errors.queue_full("x", 1.0), "rate_limit_error"),
-        (GatewayError(429, "insufficient_quota", "x"), "insufficient_quota"),
-        (errors.node_failed("x"), "server_error"),
+        (errors.invalid_json("x"), 400, "invalid_json", "invalid_request_error", True),
+        (errors.invalid_request("x", "n"), 400, "invalid_request", "invalid_request_error", True),
+        (errors.context_length_exceeded(9, 8), 400, "context_length_exceeded",
+         "invalid_request_error", True),
+        (errors.invalid_api_key(), 401, "invalid_api_key", "authentication_error", False),
+        (errors.model_not_allowed("m"), 403, "model_not_allowed", "permission_error", True),
+        (errors.model_not_found("m", []), 404, "model_not_found", "invalid_request_error", True),
+        (errors.not_found("/x"), 404, "not_found", "invalid_request_error", True),
+        (errors.queue_full("x", 3.0), 429, "queue_full", "rate_limit_error", True),
+        (errors.queue_full("x", 60.0), 429, "queue_full", "rate_limit_error", True),
+        (errors.queue_full("x", 61.0), 429, "queue_full", "rate_limit_error", False),
+        (errors.node_failed("x"), 502, "node_failed", "server_error", False),
+        (errors.no_node("x", 3.0), 503, "no_node", "server_error", True),
+        (errors.no_node("x", 600.0), 503, "no_node", "server_error", False),
+        (errors.queue_timeout("x", 3.0), 503, "queue_timeout", "server_error", False),
+        (errors.starting("x"), 503, "starting", "server_error", True),
+        (errors.shutting_down(), 503, "shutting_down", "server_error", True),
+        (errors.node_timeout("x"), 504, "node_timeout", "server_error", False),
     ],
-)
-def test_the_type_is_openais_for_the_status(error: GatewayError, kind: str) -> None:
-    assert error.type == kind
+)  # fmt: skip
+def test_an_error_has_its_status_code_and_type_and_says_whether_clients_may_retry(
+    error: GatewayError, status: int, code: str, kind: str, retryable: bool
+) -> None:
+    assert (error.status, error.code, error.type) == (status, code, kind)
+    assert error.message
+    assert error.retryable is retryable
+    assert (error.retry_after is not None) is (status in {429, 503})
+    assert GatewayError(429, "insufficient_quota", "x").type == "insufficient_quota"
 
 
 def test_a_context_overflow_contains_the_known_sizes() -> None:
@@ -76,7 +55,7 @@ def test_a_context_overflow_contains_the_known_sizes() -> None:
     assert "prompt is too long" not in too_much.message
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("tokens", "context", "words"),
     [
         (4002, 1024, "prompt is too long: 4002 tokens > 1024 maximum"),
@@ -94,11 +73,3 @@ def test_a_context_overflow_has_the_wording_that_clients_look_for(
     assert "exceeds the available context size" in message
     assert "exceeds the context window" in message
     assert "This model's maximum context length is" in message
-
-
-def test_an_unknown_model_names_some_that_are_known() -> None:
-    names = [f"m{i}" for i in range(20)]
-    message = errors.model_not_found("x", names).message
-    assert "'m0'" in message
-    assert "'m19'" not in message
-    assert message.endswith("...")

@@ -63,20 +63,17 @@ async def started(given: Options, edit: Callable[[], None]) -> AsyncIterator[Gat
             yield gateway
 
 
-async def test_an_edited_inventory_is_reloaded(given: Options) -> None:
-    async with started(given, lambda: write_nodes(given, "first", "second")) as gateway:
+async def test_files_that_are_edited_while_it_starts_are_reloaded(given: Options) -> None:
+    def edit() -> None:
+        write_nodes(given, "first", "second")
+        write_settings(given, "queue: {max: 7}")
+
+    async with started(given, edit) as gateway:
         await until(lambda: set(gateway.fleet.nodes) == {"first", "second"})
-
-
-async def test_edited_settings_are_reloaded(given: Options) -> None:
-    async with started(given, lambda: write_settings(given, "queue: {max: 7}")) as gateway:
         await until(lambda: gateway.settings.queue.max == 7)
-
-
-async def test_an_invalid_edit_is_reported_and_changes_nothing(given: Options) -> None:
     async with started(given, lambda: write_nodes(given, "first", "first")) as gateway:
         await until(lambda: gateway.config_files.inventory_error is not None)
-        assert set(gateway.fleet.nodes) == {"first"}
+        assert set(gateway.fleet.nodes) == {"first", "second"}
 
 
 async def test_without_an_edit_nothing_is_reloaded(given: Options) -> None:
@@ -98,14 +95,6 @@ async def test_a_requested_reload_reports_the_problems_of_both_files(given: Opti
     assert [problem.key for problem in caught.value.problems] == ["queue.max", "nodes"]
 
 
-async def test_two_nodes_of_one_server_are_a_warning(given: Options) -> None:
-    log = given.inventory_file.parent / "log"
-    async with started(given, lambda: None):
-        one = {"name": "one", "url": DEAD}
-        replace(given.inventory_file, yaml.safe_dump({"nodes": [one, {**one, "name": "other"}]}))
-        await until(lambda: "the nodes one and other are one server" in log.read_text())
-
-
 PINNED = "models: {m: {pin: [first, second]}}"
 
 
@@ -116,19 +105,15 @@ async def test_settings_that_do_not_fit_the_nodes_are_reported_until_the_nodes_f
         write_settings(given, PINNED)
         await until(lambda: "no node of the inventory is named second" in told(gateway)[0])
         assert gateway.settings.queue.max == 5
-        # The nodes alone are edited, and both are in force.
+        # They do not keep nodes from being added.
+        write_nodes(given, "first", "third")
+        await until(lambda: set(gateway.fleet.nodes) == {"first", "third"})
+        assert (told(gateway)[0] != "", told(gateway)[1]) == (True, "")
         write_nodes(given, "first", "second")
         await until(lambda: "m" in gateway.settings.models)
         await until(lambda: set(gateway.fleet.nodes) == {"first", "second"})
         assert told(gateway) == ("", "")
-
-
-async def test_a_node_that_a_model_is_pinned_to_stays_until_the_pin_is_gone(
-    given: Options,
-) -> None:
-    write_nodes(given, "first", "second")
-    write_settings(given, PINNED)
-    async with started(given, lambda: None) as gateway:
+        # A node that a model is pinned to stays until the pin is gone.
         write_nodes(given, "first")
         await until(lambda: "no node of the inventory is named second" in told(gateway)[1])
         assert "gateway.yaml:1: models.m.pin[1]" in told(gateway)[1]
@@ -136,15 +121,6 @@ async def test_a_node_that_a_model_is_pinned_to_stays_until_the_pin_is_gone(
         write_settings(given, "models: {m: {pin: first}}")
         await until(lambda: set(gateway.fleet.nodes) == {"first"})
         assert told(gateway) == ("", "")
-
-
-async def test_settings_that_do_not_fit_do_not_keep_nodes_from_being_added(given: Options) -> None:
-    async with started(given, lambda: None) as gateway:
-        write_settings(given, PINNED)
-        await until(lambda: told(gateway)[0] != "")
-        write_nodes(given, "first", "third")
-        await until(lambda: set(gateway.fleet.nodes) == {"first", "third"})
-        assert (told(gateway)[0] != "", told(gateway)[1]) == (True, "")
 
 
 async def test_a_requested_reload_takes_both_files_that_fit_each_other(given: Options) -> None:

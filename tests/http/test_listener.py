@@ -1,10 +1,15 @@
+"""Listeners: TLS, connections that do not end, and certificates and keys that change."""
+
 from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -13,22 +18,31 @@ import trustme
 from gateway.app.assembly import Timings
 from gateway.app.handover import open_listeners
 from gateway.app.startup import StartError
+from gateway.callers.keys import new_key
 from gateway.config.listeners import LimitSettings
+from gateway.http.certificates import CertificateError, ServerCertificate, load_certificate
 from gateway.http.listener import Listener, bind_socket
 from gateway.http.protocol import protocol_class
+from tests.emulator import EmulatedNode
 from tests.emulator.raw_connection import RawConnection
-from tests.gateways import until
-from tests.http.authority import trusting
+from tests.gateways import NO_TLS, running_gateway, until
+from tests.http.authority import issue, shown, trusting
+from tests.transport.raw import Peer, always, raw_server
 from tests.virtual import in_virtual_time, now
 from tests.web.raw_client import CHAT, HELLO, answer, public, request
+
+pytestmark = pytest.mark.usefixtures("hurried")
+
+
+def tls_of(authority: trustme.CA, folder: Path, name: str) -> dict[str, str]:
+    """The settings for a new certificate."""
+    files = issue(authority, folder, name)
+    return {"cert": str(files.cert), "key": str(files.key)}
 
 
 @pytest.fixture
 def tls(authority: trustme.CA, tmp_path: Path) -> dict[str, str]:
-    own = authority.issue_cert("127.0.0.1")
-    own.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
-    own.private_key_pem.write_to_path(tmp_path / "key.pem")
-    return {"cert": str(tmp_path / "cert.pem"), "key": str(tmp_path / "key.pem")}
+    return tls_of(authority, tmp_path / "tls", "127.0.0.1")
 
 
 @in_virtual_time
@@ -114,23 +128,6 @@ async def test_an_address_with_many_half_open_tls_connections_keeps_no_other_out
         await until(lambda: len(limiter) == 0)
 
 
-async def test_a_client_that_leaves_the_end_of_tls_unanswered_is_gone_soon(
-    tmp_path: Path, authority: trustme.CA, tls: dict[str, str]
-) -> None:
-    settings = {"listen": {"tls": tls}, "limits": {"header_timeout": 0.3}}
-    async with public(tmp_path, settings, well=False, timings=Timings(linger=0.2)) as gate:
-        listener = gate.running.gateway.public_listener
-        assert listener is not None
-        with socket.create_connection((listener.host, listener.port)) as raw:
-            context = trusting(authority)
-            client = await asyncio.to_thread(context.wrap_socket, raw, server_hostname="127.0.0.1")
-            await until(lambda: bool(listener.connections))
-            began = asyncio.get_running_loop().time()
-            await until(lambda: len(listener.protocol.connection_limiter) == 0)
-            assert asyncio.get_running_loop().time() - began < 20.0, "not ssl_shutdown_timeout"
-            client.close()
-
-
 @pytest.mark.parametrize("paths", [[CHAT], [CHAT, "last " + CHAT], [CHAT, "last /admin"]])
 async def test_clients_that_leave_the_end_of_tls_unanswered_delay_no_shutdown(
     tmp_path: Path, authority: trustme.CA, tls: dict[str, str], paths: list[str]
@@ -151,13 +148,6 @@ async def test_clients_that_leave_the_end_of_tls_unanswered_delay_no_shutdown(
                 await listener.close()
 
 
-async def test_a_port_that_is_taken_is_told() -> None:
-    with bind_socket("127.0.0.1", 0) as sock:
-        sock.listen()
-        with pytest.raises(OSError, match="in use"):
-            bind_socket("127.0.0.1", sock.getsockname()[1])
-
-
 async def test_of_two_sockets_bound_at_once_the_later_can_not_listen() -> None:
     protocol = protocol_class(LimitSettings())
     first = Listener(_nothing, bind_socket("127.0.0.1", 0), protocol=protocol, keep_alive=0.5)
@@ -168,16 +158,6 @@ async def test_of_two_sockets_bound_at_once_the_later_can_not_listen() -> None:
         open_listeners(first, second)
     await first.close()
     await second.close()
-
-
-async def test_an_empty_address_accepts_ipv4_and_ipv6() -> None:
-    with bind_socket("::", 0) as sock:
-        sock.listen()
-        for host in ("127.0.0.1", "::1"):
-            reader, writer = await asyncio.open_connection(host, sock.getsockname()[1])
-            writer.close()
-            await writer.wait_closed()
-            del reader
 
 
 @pytest.mark.parametrize(
@@ -210,3 +190,279 @@ async def test_an_idle_connection_is_closed_in_time(tmp_path: Path) -> None:
 
 async def _nothing(scope: object, receive: object, send: object) -> None:
     raise AssertionError
+
+
+SHORT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+
+
+def client(
+    url: str, authority: trustme.CA | None = None, key: str | None = None
+) -> httpx.AsyncClient:
+    """A client that keeps one connection; without an authority it speaks no TLS."""
+    return httpx.AsyncClient(
+        base_url=url,
+        verify=NO_TLS if authority is None else trusting(authority),
+        trust_env=False,
+        timeout=30.0,
+        limits=httpx.Limits(max_connections=1),
+        headers={} if key is None else {"authorization": f"Bearer {key}"},
+    )
+
+
+def port_of(url: str) -> int:
+    return int(url.rpartition(":")[2])
+
+
+@asynccontextmanager
+async def shown_as(url: str, authority: trustme.CA, name: str) -> AsyncIterator[None]:
+    """Wait until new connections are shown the certificate of this name."""
+    async with asyncio.timeout(30):
+        while await shown(port_of(url), authority) != name:  # noqa: ASYNC110 - there is no event
+            await asyncio.sleep(0.05)
+    yield
+
+
+def connection_of(response: httpx.Response) -> object:
+    return response.extensions["network_stream"].get_extra_info("client_addr")
+
+
+async def test_both_listeners_show_a_renewed_certificate_and_drop_no_connection(
+    tmp_path: Path, authority: trustme.CA
+) -> None:
+    settings = {
+        "listen": {"tls": tls_of(authority, tmp_path / "public", "public-1")},
+        "admin": {"tls": tls_of(authority, tmp_path / "admin", "admin-1")},
+    }
+    async with (
+        EmulatedNode() as node,
+        running_gateway(tmp_path, [node.url], settings) as running,
+        client(running.url, authority) as public,
+        client(running.admin_url, authority) as admin,
+    ):
+        before = (await public.get("/health"), await admin.get("/health"))
+        assert await shown(port_of(running.url), authority) == "public-1"
+        issue(authority, tmp_path / "public", "public-2")
+        issue(authority, tmp_path / "admin", "admin-2")
+        async with (
+            shown_as(running.url, authority, "public-2"),
+            shown_as(running.admin_url, authority, "admin-2"),
+        ):
+            reply = await public.post("/v1/chat/completions", json=SHORT)
+            status = await admin.get("/admin/status")
+        assert reply.status_code == 200
+        assert [connection_of(one) for one in before] == [
+            connection_of(one) for one in (reply, status)
+        ]
+        certificates = status.json()["certificates"]
+        assert set(certificates) == {"listen.tls", "admin.tls"}
+        assert certificates["admin.tls"]["days_left"] > 0
+        metrics = (await admin.get("/metrics")).text
+        assert 'llama_gateway_certificate_days_left{certificate="admin.tls"} ' in metrics
+        entries = (await admin.get("/admin/audit")).json()["entries"]
+    renewed = {(one["actor"], one["target"], one["outcome"]) for one in entries}
+    assert {("file", "listen.tls", "done"), ("file", "admin.tls", "done")} <= renewed
+
+
+@pytest.mark.parametrize("by_request", [False, True])
+async def test_a_broken_renewal_changes_nothing_and_is_told(
+    tmp_path: Path, authority: trustme.CA, by_request: bool
+) -> None:
+    settings = {"admin": {"tls": tls_of(authority, tmp_path / "admin", "first")}}
+    async with (
+        EmulatedNode() as node,
+        running_gateway(tmp_path, [node.url], settings) as running,
+        client(running.admin_url, authority) as admin,
+    ):
+        key = tmp_path / "admin" / "key.pem"
+        whole = key.read_bytes()
+        key.write_bytes(whole[: len(whole) // 2])
+        if by_request:
+            answer = await admin.post("/admin/reload")
+            assert answer.status_code == 422
+            assert answer.json()["problems"][0]["key"] == "admin.tls"
+        certificates = running.gateway.certificates
+        await until(lambda: certificates.error is not None)
+        assert await shown(port_of(running.admin_url), authority) == "first"
+        status = (await admin.get("/admin/status")).json()
+        assert status["certificate_error"].startswith("admin.tls: ")
+        assert "key.pem" in status["certificate_error"]
+        key.write_bytes(whole)
+        await until(lambda: certificates.error is None)
+        assert (await admin.get("/admin/status")).json()["certificate_error"] is None
+
+
+async def test_a_certificate_behind_an_atomically_switched_link_is_renewed(
+    tmp_path: Path, authority: trustme.CA
+) -> None:
+    """As Kubernetes mounts a secret, and as certbot's `live` folder."""
+    issue(authority, tmp_path / "..1", "first")
+    (tmp_path / "..data").symlink_to("..1")
+    for name in ("cert.pem", "key.pem"):
+        (tmp_path / name).symlink_to(f"..data/{name}")
+    tls = {"cert": str(tmp_path / "cert.pem"), "key": str(tmp_path / "key.pem")}
+    async with (
+        EmulatedNode() as node,
+        running_gateway(tmp_path, [node.url], {"listen": {"tls": tls}}) as running,
+    ):
+        issue(authority, tmp_path / "..2", "second")
+        (tmp_path / "..new").symlink_to("..2")
+        (tmp_path / "..new").rename(tmp_path / "..data")
+        async with shown_as(running.url, authority, "second"):
+            assert running.gateway.certificates.error is None
+
+
+# Certificates with which the gateway itself goes to nodes.
+
+
+SAID = b'{"choices":[{"index":0,"message":{"role":"assistant","content":"yes"}}]}'
+ANSWERED = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(SAID), SAID)
+
+
+async def test_a_node_is_reached_with_the_renewed_client_certificate(
+    tmp_path: Path, authority: trustme.CA
+) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    authority.configure_trust(context)
+    context.verify_mode = ssl.CERT_REQUIRED
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    own = tls_of(authority, tmp_path / "own", "gateway-1")
+    names: list[str] = []
+
+    async def script(peer: Peer) -> None:
+        subject = peer.writer.get_extra_info("peercert")["subject"]
+        names.append(dict(pair for (pair,) in subject)["commonName"])
+        await always(ANSWERED)(peer)
+
+    async with raw_server(script, context) as node:
+        tls = {"ca": str(tmp_path / "ca.pem"), **own}
+        url = f"https://127.0.0.1:{node.port}"
+        spec = {"name": "a", "url": url, "kind": "openai", "model": "m", "tls": tls}
+        async with running_gateway(tmp_path, [spec]) as running:
+            assert (await running.client.post("/v1/chat/completions", json=SHORT)).is_success
+            assert set(names) == {"gateway-1"}
+            (tmp_path / "own" / "cert.pem").write_text("-----BEGIN CERT")
+            certificates = running.gateway.certificates
+            await until(lambda: certificates.error is not None)
+            assert "node 'a'" in str(certificates.error)
+            assert (await running.client.post("/v1/chat/completions", json=SHORT)).is_success
+            issue(authority, tmp_path / "own", "gateway-2")
+            await until(lambda: "gateway-2" in names)
+            await until(lambda: certificates.error is None)
+            assert (await running.client.post("/v1/chat/completions", json=SHORT)).is_success
+
+
+# Admin keys.
+
+
+def with_admin_keys(*keys: tuple[Any, str], **more: Any) -> dict[str, Any]:
+    specs = [{"id": key.id, "sha256": key.sha256, "role": role} for key, role in keys]
+    return {"admin": {"keys": specs, **more}}
+
+
+async def until_status(admin: httpx.AsyncClient, status: int, path: str = "/admin/nodes") -> None:
+    """Wait for this status."""
+    async with asyncio.timeout(30):
+        while (await admin.get(path)).status_code != status:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+async def test_admin_keys_change_on_a_connection_that_is_open(tmp_path: Path) -> None:
+    alice, bob = new_key("alice"), new_key("bob")
+    async with (
+        EmulatedNode() as node,
+        running_gateway(tmp_path, [node.url]) as running,
+        client(running.admin_url) as nobody,
+        client(running.admin_url, key=alice.text) as first,
+        client(running.admin_url, key=bob.text) as second,
+    ):
+        assert (await nobody.get("/admin/config")).status_code == 200
+        assert (await nobody.post("/admin/reload")).status_code == 200
+        running.write_settings(with_admin_keys((alice, "operator"), (bob, "viewer")))
+        await until_status(nobody, 401)
+        assert (await first.get("/admin/requests")).status_code == 200
+        assert (await second.get("/admin/requests")).status_code == 403
+        # The roles change places, and a key leaves.
+        running.write_settings(with_admin_keys((bob, "admin")))
+        await until_status(first, 401)
+        assert (await second.get("/admin/config")).status_code == 200
+        # Without any key nobody is admitted: it may have gone by mistake.
+        running.write_settings({"queue": {"max": 7}})
+        await until_status(second, 401)
+        assert (await nobody.get("/admin/nodes")).status_code == 401
+        assert (await nobody.get("/health")).status_code == 200
+    assert "last admin key" in (tmp_path / "gateway.log").read_text()
+
+
+async def test_the_key_file_is_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "admin.key"
+    file.write_text("first\n")
+    async with (
+        EmulatedNode() as node,
+        running_gateway(tmp_path, [node.url], {"admin": {"key_file": str(file)}}) as running,
+        client(running.admin_url, key="first") as old,
+        client(running.admin_url, key="second") as new,
+    ):
+        file.write_text("second\n")
+        assert (await old.post("/admin/reload")).status_code == 200
+        assert (await old.get("/admin/nodes")).status_code == 401
+        assert (await new.get("/admin/nodes")).status_code == 200
+        file.write_text("")
+        failed = await new.post("/admin/reload")
+        assert failed.status_code == 422
+        assert failed.json()["problems"][0]["key"] == "admin.key_file"
+        assert (await new.get("/admin/nodes")).status_code == 200
+
+
+# The audit log.
+
+
+@asynccontextmanager
+async def served(certificate: ServerCertificate) -> AsyncIterator[int]:
+    """A TLS server that says nothing; its port."""
+    server = await asyncio.start_server(
+        lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=certificate.context
+    )
+    async with server:
+        yield server.sockets[0].getsockname()[1]
+
+
+@pytest.mark.parametrize("broken", ["other key", "half", "gone", "empty", "encrypted"])
+async def test_a_renewal_that_can_not_be_used_changes_nothing_and_is_told(
+    tmp_path: Path, authority: trustme.CA, broken: str
+) -> None:
+    files = issue(authority, tmp_path, "first")
+    certificate = ServerCertificate(files)
+    if broken == "other key":
+        trustme.CA().issue_cert("x").private_key_pem.write_to_path(files.key)
+    elif broken == "half":
+        files.cert.write_bytes(files.cert.read_bytes()[:300])
+    elif broken == "gone":
+        files.cert.unlink()
+    elif broken == "empty":
+        files.key.write_text("")
+    else:
+        files.key.write_text(ENCRYPTED_KEY)
+    with pytest.raises(CertificateError, match="can't be used"):
+        await certificate.renew()
+    assert str(files.cert) in str(certificate.error)
+    async with served(certificate) as port:
+        assert await shown(port, authority) == "first"
+        issue(authority, tmp_path, "second")
+        await certificate.renew()
+        assert certificate.error is None
+        assert await shown(port, authority) == "second"
+
+
+def test_the_expiry_is_that_of_the_first_certificate(tmp_path: Path, authority: trustme.CA) -> None:
+    for date in (datetime(2031, 5, 6, 7, 8, 9, tzinfo=UTC), datetime(2061, 5, 6, tzinfo=UTC)):
+        files = issue(authority, tmp_path, "one", not_after=date)
+        assert load_certificate(files).expires_at == date.timestamp()
+
+
+ENCRYPTED_KEY = """\
+-----BEGIN ENCRYPTED PRIVATE KEY-----
+MIHsMFcGCSqGSIb3DQEFDTBKMCkGCSqGSIb3DQEFDDAcBAhZzP7Lk6tH7gICCAAw
+DAYIKoZIhvcNAgkFADAdBglghkgBZQMEASoEEPQwXkTHmj8UHk5PkX0V2PwEgZD3
+-----END ENCRYPTED PRIVATE KEY-----
+"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -147,6 +148,20 @@ class Running:
             raise AssertionError(f"{node.state} ({node.reason}), not {state}") from None
 
 
+@asynccontextmanager
+async def streamed(lease: Lease, **body: Any) -> AsyncIterator[Lease]:
+    """A chat that runs under this lease, after its first content; at the end it is cut off."""
+    data = json.dumps({"messages": [{"role": "user", "content": "hi"}], "stream": True, **body})
+    lines = b"content-type: application/json\r\n"
+    address = lease.upstream.address
+    head = address.request_head(b"POST", b"/v1/chat/completions", lines, len(data))
+    async with lease.upstream.response(head, data.encode(), connect_timeout=30) as connection:
+        lease.head_received(lease.node.clock())
+        await connection.read()
+        lease.content_received(lease.node.clock())
+        yield lease
+
+
 def inventory(*specs: NodeSpec) -> Inventory:
     return Inventory(nodes=specs)
 
@@ -197,8 +212,3 @@ async def a_fleet(
         yield running
     finally:
         await fleet.aclose()
-
-
-def seconds_per_token(speed: Speed, busy: float) -> float:
-    """Seconds a token with so many busy slots, the writing one included."""
-    return speed.token_base + speed.token_step * max(0.0, busy - 1)

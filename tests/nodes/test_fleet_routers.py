@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 
-from gateway.nodes.fleet import MOST_ADDED
 from gateway.nodes.health import LONGEST_FOLLOW, HealthMonitor
 from gateway.nodes.node import Node, NodeState
 from gateway.nodes.router import LoadPhase
 from gateway.nodes.state_files import PropertiesStore
-from tests.emulator import EmulatedNode
 from tests.emulator.recorded_router import RecordedRouter
-from tests.nodes.build import Running, a_fleet, a_spec, inventory, take
+from tests.nodes.build import Running, a_fleet, a_spec, inventory
 from tests.virtual import in_virtual_time
 
 SELDOM: dict[str, Any] = {"interval": 60.0, "discover_interval": 60.0, "timeout": 2.0}
@@ -72,22 +70,6 @@ async def test_what_happens_to_a_model_is_known_by_its_router_s_events() -> None
 
 
 @in_virtual_time
-async def test_models_are_compared_where_they_are_loaded_and_a_router_tells_how_many_are() -> None:
-    async with (
-        RecordedRouter(["a"], slots=2, context=4096) as one,
-        RecordedRouter(["a"], slots=2, context=8192) as two,
-        a_fleet(a_spec("r", one.url), a_spec("s", two.url), **SELDOM) as fleet,
-    ):
-        await asyncio.sleep(1.0)
-        assert fleet.fleet.differences() == ()
-        for router in (one, two):
-            router._load_now("a")
-        await asyncio.sleep(1.0)
-        assert [found.model for found in fleet.fleet.differences()] == ["a"]
-        assert fleet["r"].reason == "a router: 1 of 1 models are loaded"
-
-
-@in_virtual_time
 async def test_a_router_without_events_is_read_with_each_probe() -> None:
     async with RecordedRouter(["a", "b"], models_max=0) as router:
         router.told["GET /models/sse"] = (404, b"{}")
@@ -103,23 +85,6 @@ async def test_a_router_without_events_is_read_with_each_probe() -> None:
             await asyncio.sleep(6.0)
             # A load that is lost is a failure here: nobody tells of restarts.
             assert fleet.state("r/b") is NodeState.FAILED
-
-
-@in_virtual_time
-async def test_idle_models_are_asked_once_for_properties_and_never_for_slots() -> None:
-    async with routed("a", "b", sleep_idle_seconds=5.0) as (fleet, router):
-        router._load_now("a")
-        await asyncio.sleep(2.0)
-        assert fleet["r/a"].properties.build is not None
-        await asyncio.sleep(600.0)
-        assert fleet.state("r/a") is NodeState.SLEEPING
-        asked = router.asked_of("a")
-        assert asked == {"GET /props?model=a&autoload=false": 1}
-        assert router.asked_of("b") == {}
-        lease = take(fleet["r/a"])
-        await fleet.fleet.probe("r")
-        lease.release()
-        assert router.asked_of("b") == {}
 
 
 @in_virtual_time
@@ -188,16 +153,6 @@ async def test_no_list_stops_the_watch() -> None:
 
 
 @in_virtual_time
-async def test_many_models_are_taken_in_step_by_step() -> None:
-    async with (
-        RecordedRouter([f"m{number}" for number in range(MOST_ADDED + 50)]) as router,
-        a_fleet(a_spec("r", router.url), **SELDOM) as fleet,
-    ):
-        assert len(names(fleet)) == 1 + MOST_ADDED
-        await fleet.until(lambda: len(names(fleet)) == 1 + MOST_ADDED + 50)
-
-
-@in_virtual_time
 async def test_the_inventory_says_which_models_are_used_and_by_which_names() -> None:
     async with routed("a", "b") as (fleet, router):
         change = fleet.fleet.apply(inventory(a_spec("r", router.url, models={"x": "b"})))
@@ -238,20 +193,3 @@ async def test_a_drained_router_drains_its_models() -> None:
         assert fleet.state("r/a") is NodeState.READY
         fleet.fleet.drain("r/a")
         assert (fleet.state("r"), fleet.state("r/a")) == (NodeState.READY, NodeState.DRAINING)
-
-
-@in_virtual_time
-async def test_a_router_may_become_a_plain_server_and_a_plain_server_a_router() -> None:
-    async with routed("a") as (fleet, router):
-        await router.kill()
-        await fleet.until_state("r", NodeState.DOWN)
-        async with EmulatedNode(model="plain", port=router.port) as plain:
-            await fleet.until_state("r", NodeState.READY, 200.0)
-            assert names(fleet) == {"r"}
-            assert (fleet["r"].public_models, fleet["r"].slots_total) == (frozenset({"plain"}), 2)
-            await plain.kill()
-            await fleet.until_state("r", NodeState.DOWN, 300.0)
-        async with RecordedRouter(["b"], port=router.port):
-            await fleet.until(lambda: names(fleet) == {"r", "r/b"}, 200.0)
-            await fleet.until_state("r/b", NodeState.UNLOADED)
-            assert fleet["r"].public_models == frozenset()

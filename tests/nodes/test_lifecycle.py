@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +49,7 @@ def test_the_last_start_and_a_cooldown_decide_when_a_standby_node_can_work() -> 
     assert lifecycle.ready_in(NOW + 3.0, cooldown=30.0) == pytest.approx(5.0)
     # A start that takes longer than the last one takes some more.
     assert lifecycle.ready_in(NOW + 20.0, cooldown=30.0) == pytest.approx(5.0)
-
-
-def test_failures_in_a_row_wait_twice_as_long_each_time_up_to_a_limit() -> None:
-    lifecycle = Lifecycle(LifecyclePhase.OFF, startup_seconds=8.0)
-    waits = []
+    lifecycle, waits = Lifecycle(LifecyclePhase.OFF, startup_seconds=8.0), []
     for _ in range(5):
         lifecycle.record_failure(NOW, initial=5.0, longest=30.0)
         waits.append(lifecycle.ready_in(NOW, cooldown=0.0) - 8.0)
@@ -68,14 +62,8 @@ def test_failures_in_a_row_wait_twice_as_long_each_time_up_to_a_limit() -> None:
 IDLE = 12.0
 """Seconds without work after which the servers of these tests sleep."""
 
-BARE: dict[str, Any] = {"kind": "status", "status": 501, "path": "/metrics"}
-"""The fault of a server without `--metrics`."""
 
-
-# What is known of it.
-
-
-@pytest.mark.parametrize(
+@each_case(
     ("props", "expected"),
     [
         (b'{"a":1,"is_sleeping":true,"b":2}', True),
@@ -90,16 +78,6 @@ def test_props_say_whether_the_server_sleeps(props: bytes, expected: bool | None
     asleep, rest = read_is_sleeping(props)
     assert asleep is expected
     assert rest == read_is_sleeping(props.replace(b"true", b"false"))[1] or expected is None
-
-
-def test_waking_up_is_priced_by_the_size_of_the_model_until_it_is_measured() -> None:
-    sleep = Sleep()
-    assert sleep.wake_seconds(4_000_000_000) == 5.0
-    sleep.learn_wake(20.0)
-    sleep.learn_wake(10.0)
-    assert sleep.wake_seconds(4_000_000_000) == 15.0
-    sleep.learn_wake(-3.0)
-    assert 0 < sleep.wake_seconds(None) < 10
 
 
 def test_the_price_of_waking_up_falls_while_it_wakes_up() -> None:
@@ -117,50 +95,24 @@ def test_the_price_of_waking_up_falls_while_it_wakes_up() -> None:
     assert sleep.seconds_left(None, 207.0) == 0.0
 
 
-# Where it may be asked.
-
-
-def a_sleeper(*, metrics: bool, clock: Clock | None = None) -> Node:
-    node = a_node(clock)
-    node.properties.metrics_endpoint = metrics
-    node.sleep.props_read(False, 1000.0, asked=False)
-    return node
-
-
-def test_a_build_that_can_not_sleep_is_asked_for_its_slots_and_a_sleeping_one_for_nothing() -> None:
-    node = a_node()
-    node.properties.metrics_endpoint = True
-    assert {node.load_endpoint(1000.0 + 5 * n) for n in range(1000)} == {"/slots"}
-    node.sleep.props_read(True, 1000.0, asked=False)
-    assert node.load_endpoint(1000.0, comes_up=True, fleet_works=True) is None
-
-
-def test_an_idle_server_that_may_sleep_is_asked_for_its_metrics() -> None:
-    node = a_sleeper(metrics=True)
-    assert {node.load_endpoint(1000.0 + 5 * n) for n in range(1000)} == {"/metrics"}
-    take(node)
-    assert node.load_endpoint(6000.0) == "/slots"
-
-
 def test_without_metrics_it_is_left_alone_until_it_is_taken_for_one_that_does_not_sleep() -> None:
-    node = a_sleeper(metrics=False)
+    node = a_node()
+    node.properties.metrics_endpoint = False
+    node.sleep.props_read(False, 1000.0, asked=False)
     assert node.load_endpoint(1000.0, comes_up=True) == "/slots"
     asked = [at for at in range(1000, 9000, 5) if node.load_endpoint(float(at))]
-    assert asked[0] == 1000 + MOST_REST
-    assert asked[-1] == 8995
-
-
-def test_without_metrics_one_that_was_seen_asleep_is_left_alone_for_good() -> None:
-    node = a_sleeper(metrics=False)
-    node.sleep.props_read(True, 1000.0, asked=False)
-    node.sleep.props_read(False, 1000.0, asked=False)
+    assert (asked[0], asked[-1]) == (1000 + MOST_REST, 8995)
+    node.sleep.props_read(True, 9000.0, asked=False)
+    node.sleep.props_read(False, 9000.0, asked=False)
     node.sleep.woke()
-    assert not [at for at in range(1000, 9000, 5) if node.load_endpoint(float(at))]
+    assert not [at for at in range(9000, 18000, 5) if node.load_endpoint(float(at))]
 
 
 def test_without_metrics_it_is_asked_while_it_is_in_use_anyway() -> None:
     clock = Clock()
-    node = a_sleeper(metrics=False, clock=clock)
+    node = a_node(clock)
+    node.properties.metrics_endpoint = False
+    node.sleep.props_read(False, 1000.0, asked=False)
     lease = take(node)
     assert node.load_endpoint(clock.passes(100)) == "/slots"
     lease.release()
@@ -175,27 +127,18 @@ def test_without_metrics_it_is_asked_while_it_is_in_use_anyway() -> None:
 # Behind a gateway.
 
 
-@asynccontextmanager
-async def a_gateway(
-    folder: Path, *servers: EmulatedNode, **settings: Any
-) -> AsyncIterator[Running]:
-    nodes = [{"name": name, "url": one.url} for name, one in zip("abc", servers, strict=False)]
-    settings = {"health": {"timeout": 2.0}, **settings}
-    async with running_gateway(folder, nodes, settings) as running:
-        yield running
-
-
-async def ask(running: Running, words: str = "Hello", **keys: Any) -> httpx.Response:
-    messages = [{"role": "user", "content": words}]
+async def ask(running: Running, **keys: Any) -> httpx.Response:
+    messages = [{"role": "user", "content": "Hello"}]
     body = {"model": "demo", "messages": messages, "max_tokens": 8, **keys}
     answer = await running.client.post(CHAT, json=body)
     assert answer.status_code == 200, answer.text
     return answer
 
 
-async def until_state(running: Running, name: str, state: NodeState) -> Node:
-    node = running.gateway.fleet.nodes[name]
-    await until(lambda: node.state is state, 60.0, lambda: f"{node.state} ({node.reason})")
+async def sleeper(running: Running) -> Node:
+    """The gateway's only node, as soon as it sleeps."""
+    [node] = running.gateway.fleet.nodes.values()
+    await until(lambda: node.state is NodeState.SLEEPING, 60.0, lambda: node.reason)
     return node
 
 
@@ -206,101 +149,47 @@ async def until_state(running: Running, name: str, state: NodeState) -> Node:
 async def test_behind_an_idle_gateway_a_server_sleeps_at_its_time_and_stays_asleep(
     metrics: bool, tmp_path: Path
 ) -> None:
-    async with EmulatedNode(sleep_idle_seconds=IDLE, load_seconds=7) as server:
-        if not metrics:
-            server.faults.set(**BARE)
-        async with a_gateway(tmp_path, server) as running:
-            await ask(running)
-            began = now()
-            await until(lambda: server.sleeping, 60.0)
-            assert IDLE <= now() - began < IDLE + 5
-            node = await until_state(running, "a", NodeState.SLEEPING)
-            assert "--sleep-idle-seconds" in node.reason
-            active_at = server.active_at
-            await asyncio.sleep(600)
-            assert (server.sleeping, server.active_at) == (True, active_at)
-            assert (await running.client.get("/ready")).status_code == 200
-            assert (await running.client.get("/v1/models")).json()["data"][0]["id"] == "demo"
-            page = (await running.admin.get("/metrics")).text
-            assert 'node_state{node="a",state="sleeping"} 1' in page
-            began = now()
-            await ask(running)
-            assert now() - began == pytest.approx(7, abs=0.5)
-            assert node.state is NodeState.READY
-            assert node.sleep.measured == pytest.approx(7, abs=0.5)
-
-
-@in_virtual_time
-async def test_others_load_on_a_server_that_may_sleep_is_seen_and_delays_no_sleep(
-    tmp_path: Path,
-) -> None:
-    async with (
-        EmulatedNode(slots=2, sleep_idle_seconds=IDLE, decode_tps=10, answer_tokens=300) as server,
-        a_gateway(tmp_path, server) as running,
-    ):
-        node = running.gateway.fleet.nodes["a"]
-        body = {"messages": [{"role": "user", "content": "hi"}]}
-        async with httpx.AsyncClient(base_url=server.url, timeout=100) as other:
-            work = asyncio.create_task(other.post(CHAT, json=body))
-            await until(lambda: node.foreign == 1, 10.0)
-            assert node.slots_busy == 1
-            await work
+    server = EmulatedNode(sleep_idle_seconds=IDLE, load_seconds=7)
+    if not metrics:
+        server.faults.set("status", status=501, path="/metrics")
+    async with running_gateway(tmp_path, [server]) as running:
+        await ask(running)
         began = now()
         await until(lambda: server.sleeping, 60.0)
-        assert now() - began < IDLE + 1
-        await until(lambda: node.foreign == 0, 10.0)
+        assert IDLE <= now() - began < IDLE + 5
+        node = await sleeper(running)
+        active_at = server.active_at
+        await asyncio.sleep(600)
+        assert (server.sleeping, server.active_at) == (True, active_at)
+        assert (await running.client.get("/ready")).status_code == 200
+        assert (await running.client.get("/v1/models")).json()["data"][0]["id"] == "demo"
+        began = now()
+        await ask(running)
+        assert now() - began == pytest.approx(7, abs=0.5)
+        assert node.state is NodeState.READY
+        assert node.sleep.measured == pytest.approx(7, abs=0.5)
 
 
 @in_virtual_time
 async def test_loading_its_model_again_is_nobodys_fault_and_teaches_no_speed(
     tmp_path: Path,
 ) -> None:
-    limits = {"connect": 3, "first_byte": 5, "silence": 5}
-    async with (
-        EmulatedNode(sleep_idle_seconds=IDLE, load_seconds=45, prefill_tps=1000) as server,
-        a_gateway(tmp_path, server, timeouts=limits) as running,
-    ):
+    limits = {"timeouts": {"connect": 3, "first_byte": 5, "silence": 5}, "health": {"timeout": 2}}
+    server = EmulatedNode(sleep_idle_seconds=IDLE, load_seconds=45, prefill_tps=1000)
+    async with running_gateway(tmp_path, [server], limits) as running:
         await ask(running)
-        node = await until_state(running, "a", NodeState.SLEEPING)
-        samples, requests, states = node.speed.samples, node.requests, set()
-
-        async def watch() -> None:
-            while True:
-                states.add(node.state)
-                await asyncio.sleep(0.2)
-
-        watching = asyncio.create_task(watch())
-        _, stream = await asyncio.gather(ask(running), ask(running, stream=True))
-        watching.cancel()
-        assert stream.text.endswith("data: [DONE]\n\n")
+        node = await sleeper(running)
+        samples, requests = node.speed.samples, node.requests
+        asked = [asyncio.create_task(ask(running, stream=stream)) for stream in (False, True)]
+        while not all(one.done() for one in asked):
+            assert node.state in {NodeState.SLEEPING, NodeState.READY}
+            await asyncio.sleep(0.2)
+        assert asked[1].result().text.endswith("data: [DONE]\n\n")
         assert node.requests == requests + 2
-        assert states <= {NodeState.SLEEPING, NodeState.READY}
         assert (node.circuit.failures, node.speed.samples) == (0, samples)
         assert node.sleep.measured == pytest.approx(45, abs=1)
         await ask(running)
         await until(lambda: node.speed.samples > samples, 10.0)
-
-
-@in_virtual_time
-async def test_an_awake_node_is_preferred_unless_that_costs_more(tmp_path: Path) -> None:
-    async with (
-        EmulatedNode(slots=1, sleep_idle_seconds=IDLE, load_seconds=20) as sleeper,
-        EmulatedNode(slots=1, decode_tps=40, answer_tokens=3000) as awake,
-        a_gateway(tmp_path, sleeper, awake) as running,
-    ):
-        node = await until_state(running, "a", NodeState.SLEEPING)
-        node.sleep.learn_wake(20.0)
-        running.gateway.fleet.lifecycle_changed(node)
-        answers = [await ask(running) for _ in range(3)]
-        served = [answer.headers["x-gateway-node"] for answer in answers]
-        request_id = answers[-1].headers["x-request-id"]
-        assert served == ["b", "b", "b"]
-        last = await running.admin.get(f"/admin/requests/{request_id}/why")
-        assert "sleeps, and takes about 20.0 s to wake up" in last.text
-        long = asyncio.create_task(ask(running, max_tokens=3000))
-        await until(lambda: awake.busy == 1, 10.0)
-        assert (await ask(running)).headers["x-gateway-node"] == "a"
-        long.cancel()
 
 
 @pytest.mark.real
@@ -312,10 +201,9 @@ async def test_a_real_server_sleeps_behind_a_gateway_and_answers_the_request_tha
     idle = 4
     with running_demo_servers(1, extra=("--sleep-idle-seconds", str(idle))) as [server]:
         async with running_gateway(tmp_path, [{"name": "a", "url": server.url}]) as running:
-            node = running.gateway.fleet.nodes["a"]
             await ask(running)
             began = now()
-            await until(lambda: node.state is NodeState.SLEEPING, 60.0)
+            node = await sleeper(running)
             assert now() - began < idle + 5 + node.settings.health.interval
             await asyncio.sleep(2 * node.settings.health.interval)
             assert node.sleep.asleep
@@ -374,14 +262,6 @@ def test_the_last_answers_decide_whether_a_node_is_up_or_down(
     assert history.up or history.detail == [one.value for one in answers if one is not UP][-1]
 
 
-def test_a_node_that_went_down_is_probed_often_for_a_while() -> None:
-    history = after(ProbeHistory(), UP, REFUSED)
-    assert history.unstable
-    assert not after(history, *[REFUSED] * 30).unstable
-    for answers in ([UP, FAILED], [UP, FAILED, FAILED], [UP, LOADING]):
-        assert after(ProbeHistory(), *answers).unstable
-
-
 def test_time_outs_do_not_count_until_the_sign_of_life_ends() -> None:
     history = after(ProbeHistory(), UP, *[TIMED_OUT] * 50, sign="it reads a prompt")
     assert (history.up, history.mute) == (True, True)
@@ -393,15 +273,6 @@ def test_time_outs_do_not_count_until_the_sign_of_life_ends() -> None:
     assert not after(ProbeHistory(), UP, TIMED_OUT, UP, sign="it reads a prompt").mute
     assert after(history, TIMED_OUT).down
     assert not history.mute
-
-
-def test_what_a_server_is_must_be_asked_again_when_it_comes_back() -> None:
-    history = after(ProbeHistory(), UP)
-    history.discovered_at = 5.0
-    after(history, FAILED, FAILED)
-    assert history.discovered_at == 5.0
-    after(history, FAILED)
-    assert history.discovered_at is None
 
 
 def test_a_thousand_nodes_are_not_probed_in_one_tick() -> None:
@@ -417,21 +288,6 @@ def test_a_thousand_nodes_are_not_probed_in_one_tick() -> None:
     fair = nodes * 0.1 / interval
     assert max(ticks.values()) < 2.5 * fair
     assert min(ticks[tick] for tick in range(minutes * 600)) > 0
-
-
-def test_nodes_that_meet_by_chance_part_again() -> None:
-    rng = random.Random(3)
-    ends = []
-    for _ in range(100):
-        now = 0.0
-        for _ in range(20):
-            now += probe_delay(5.0, rng, first=False, unstable=False)
-        ends.append(now)
-    assert max(ends) - min(ends) > 2.0
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_a_node_about_to_change_is_looked_at_soon(first: bool) -> None:
-    rng = random.Random(3)
-    assert probe_delay(5.0, rng, first=first, unstable=True) <= QUICK_PROBE_DELAY * 1.1
-    assert probe_delay(0.2, rng, first=first, unstable=True) <= 0.22
+    for first in (True, False):
+        soon = probe_delay(5.0, rng, first=first, unstable=True)
+        assert soon <= QUICK_PROBE_DELAY * 1.1, "a node that is about to change"

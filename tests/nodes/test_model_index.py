@@ -6,11 +6,7 @@ from typing import Any
 
 from gateway.events import ModelsDiffer
 from gateway.nodes.lifecycle import ProbeAnswer, ProbeResult
-from gateway.nodes.model_index import (
-    ComparedServer,
-    ModelIndex,
-    model_differences,
-)
+from gateway.nodes.model_index import ComparedServer, ModelIndex, model_differences
 from gateway.nodes.node import Node, NodeState
 from gateway.nodes.server_properties import ServerProperties
 from tests.emulator import EmulatedNode
@@ -120,21 +116,6 @@ def test_a_server_for_other_work_gets_chats_where_no_other_node_could_be_for_the
     assert names(chat(index, "m")) == ["e"]
 
 
-def test_a_sleeper_that_was_never_asked_gets_chats_only_where_no_other_node_takes_them() -> None:
-    sleeper = a_server("s", "m", state=NodeState.SLEEPING)
-    other = a_server("c", "m", purpose="chat")
-    index = an_index(sleeper, other)
-    assert names(chat(index, "m")) == ["c"]
-    assert names(index.capable_nodes("m", "embeddings", vision=False, native=False)) == ["s"]
-    other.set_state(NodeState.DOWN, "")
-    index.node_changed()
-    assert names(chat(index, "m")) == ["s", "c"]
-    assert names(chat(an_index(sleeper, a_server("t", "m", state=NodeState.SLEEPING)), "m")) == [
-        "s",
-        "t",
-    ]
-
-
 def test_a_pause_and_an_id_hold_for_the_names_that_all_servers_give_to_a_model() -> None:
     one, two = a_server("a", "secret", "nick", "both"), a_server("b", "both")
     index = an_index(one, two)
@@ -163,12 +144,6 @@ def test_a_model_may_be_served_by_a_node_that_has_not_reported_any_and_is_not_do
     assert not index.may_serve("m")
 
 
-def test_without_such_a_node_an_unknown_model_is_not_found() -> None:
-    index = an_index(a_node(models={"m": "m"}))
-    assert index.not_found_error("x").status == 404
-    assert index.not_found_error(None).status == 400
-
-
 def test_a_pool_has_the_nodes_with_all_of_its_labels() -> None:
     left = a_node(name="a", models={"m": "m", "n": "n"}, labels={"side": "left", "zone": "1"})
     right = a_node(name="b", models={"m": "m"}, labels={"side": "right"})
@@ -184,25 +159,11 @@ def test_a_pool_has_the_nodes_with_all_of_its_labels() -> None:
     assert error.message == "The model 'n' does not exist here. Known here: 'm'."
 
 
-def test_while_a_node_of_the_pool_has_not_said_what_it_serves_it_is_503() -> None:
-    index = an_index(
-        a_node(name="a", models={"m": "m"}), a_node(name="b", labels={"side": "right"})
-    )
-    assert index.not_found_error("m", (("side", "right"),)).code == "no_node"
-    assert index.not_found_error("m", (("side", "left"),)).status == 404
-
-
 def server(
     node: str, *models: str, context: int | None = 4096, **properties: Any
 ) -> ComparedServer:
     own = {"ftype": "Q4_K_M", "build": "b1", "template": "t1", **properties}
     return ComparedServer(node, models or ("demo",), context, ServerProperties(**own))
-
-
-def test_equal_nodes_and_what_a_server_has_not_reported_do_not_differ() -> None:
-    silent = server("c", context=None, ftype=None, build=None)
-    other = server("d", "other", build="b2")
-    assert model_differences([server("a"), server("b"), silent, other]) == ()
 
 
 def test_each_property_is_told_with_its_nodes_the_most_frequent_value_first() -> None:
@@ -221,20 +182,6 @@ def test_each_property_is_told_with_its_nodes_the_most_frequent_value_first() ->
     assert found["context"].in_words() == (
         "demo: context of a slot: 4096 tokens on a, c, d; 8192 tokens on b"
     )
-
-
-def test_only_nodes_of_the_same_public_name_are_compared() -> None:
-    servers = [server("a", "x", "y"), server("b", "y", build="b2"), server("c", "x")]
-    (found,) = model_differences(servers)
-    assert (found.model, found.what) == ("y", "build")
-
-
-def test_many_nodes_and_values_make_a_short_sentence() -> None:
-    servers = [server(f"n{i}", build=f"b{i // 20}") for i in range(1000)]
-    (found,) = model_differences(servers)
-    assert len(found.in_words()) < 1500
-    assert "and 12 more" in found.in_words()
-    assert found.in_words().endswith("; 42 more")
 
 
 async def test_a_change_is_published_once_and_so_is_its_end() -> None:

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from gateway.nodes.circuit import KEY_REJECTED_SECONDS, MOST_LIMIT, START_LIMIT
+from gateway.nodes.circuit import START_LIMIT
 from gateway.nodes.health import judge_state
 from gateway.nodes.lifecycle import ProbeHistory
-from gateway.nodes.node import (
-    RECENT_MINUTES,
-    SLOT_LINGER,
-    Lease,
-    LeasePhase,
-    Node,
-    NodeState,
-    SlotOccupancy,
-)
+from gateway.nodes.node import SLOT_LINGER, NodeState, SlotOccupancy
 from gateway.nodes.router import LoadPhase, ModelLoad
 from gateway.nodes.server_properties import ServerProperties
 from gateway.nodes.speed import SpeedSample, TokenTime
 from tests.each_case import each_case
-from tests.nodes.build import Clock, a_node, a_spec, is_held, no_upstream, take
+from tests.nodes.build import Clock, a_node, a_spec, take
 
 
 @each_case(
@@ -65,13 +55,6 @@ def test_endpoints_are_those_declared_or_all_but_refused_ones(
     assert found + ["vision"] * node.supports("chat", vision=True) == supports
 
 
-def test_an_endpoint_without_slots_may_turn_out_to_take_more() -> None:
-    node = a_node(kind="openai")
-    assert (node.slots_total, node.most_slots) == (START_LIMIT, MOST_LIMIT)
-    assert a_node(kind="openai", slots=2).most_slots == 2
-    assert a_node().most_slots == 1
-
-
 def test_an_endpoint_that_asked_for_a_pause_has_no_free_slots() -> None:
     clock = Clock()
     node = a_node(clock, kind="openai", slots=4)
@@ -81,21 +64,6 @@ def test_an_endpoint_that_asked_for_a_pause_has_no_free_slots() -> None:
     assert node.next_change(clock()) == clock() + 20.0
     clock.passes(20.0)
     assert (node.paused(clock()), node.free_slots(clock())) == (False, 4)
-
-
-def test_a_limit_below_the_requests_in_flight_leaves_nothing_free() -> None:
-    node = a_node(kind="openai")
-    leases = [take(node) for _ in range(8)]
-    assert node.concurrency_limit is not None
-    node.concurrency_limit.record_refusal(leases[0].taken_at, node.clock(), retry_after=0.0)
-    assert node.free_slots(node.clock()) == 0
-    for lease in leases[:4]:
-        lease.release()
-    assert node.free_slots(node.clock()) == node.slots_total - 4 == 1
-    declared = a_node(kind="openai", slots=4)
-    assert declared.concurrency_limit is not None
-    declared.concurrency_limit.record_refusal(0.0, declared.clock())
-    assert declared.slots_total == 4
 
 
 def test_free_and_busy_slots_count_ours_and_those_of_others() -> None:
@@ -111,18 +79,6 @@ def test_free_and_busy_slots_count_ours_and_those_of_others() -> None:
     assert (node.slots_busy, node.free_slots(node.clock())) == (6, 0), "never fewer than ours"
 
 
-def test_a_rejected_key_is_not_tried_for_a_while() -> None:
-    clock = Clock()
-    node = a_node(clock)
-    node.key_rejection.record("wrong key", clock())
-    assert judge_state(node, clock()) == (NodeState.DOWN, "wrong key")
-    clock.passes(KEY_REJECTED_SECONDS)
-    assert judge_state(node, clock())[0] is NodeState.READY
-    node.key_rejection.record("wrong key", clock())
-    node.replace_upstream(no_upstream(), clock())
-    assert judge_state(node, clock())[0] is NodeState.READY
-
-
 def test_a_key_that_has_just_worked_must_be_rejected_twice() -> None:
     node = a_node()
     node.key_rejection.record_success()
@@ -132,98 +88,45 @@ def test_a_key_that_has_just_worked_must_be_rejected_twice() -> None:
     assert judge_state(node, node.clock())[0] is NodeState.DOWN
 
 
-def slow_down(node: Node) -> None:
-    """Let it write at its usual speed for a long time, and then far slower."""
-    for second in range(40):
-        each = 0.1 if second < 20 else 1.0
-        node.degradation.learn(SpeedSample(None, TokenTime(40, each, each), 1, 500), 10.0 * second)
-
-
-def everything_at_once() -> Node:
-    """A node for which every state but `starting` would hold."""
+def test_the_first_state_that_holds_wins() -> None:
+    # A node for which every state but `starting` would hold.
     node = a_node(enabled=False)
     node.draining = True
     node.sleep.props_read(True, 900.0, asked=False)
-    node.probe_history = ProbeHistory(probed=True, up=False, detail="no connection", mute=True)
+    node.probe_history = history = ProbeHistory(probed=True, up=False, detail="none", mute=True)
     for _ in range(5):
         node.circuit.record_failure(1000.0)
-    slow_down(node)
-    return node
+    for second in range(40):
+        each = 0.1 if second < 20 else 1.0
+        node.degradation.learn(SpeedSample(None, TokenTime(40, each, each), 1, 500), 10.0 * second)
+    load = ModelLoad()
 
+    def probed(*, up: bool) -> None:
+        history.probed = history.up = up
+        history.loading = False
 
-def test_the_first_state_that_holds_wins() -> None:
-    node, seen = everything_at_once(), []
+    def loading() -> None:
+        history.loading, node.load = True, load
 
-    def state() -> str:
-        return judge_state(node, 1000.0)[0].value
-
-    seen.append(state())
-    node.spec = a_spec()
-    seen.append(state())
-    node.draining = False
-    seen.append(state())
-    node.probe_history.loading = True
-    node.load = ModelLoad()
-    seen.append(state())
-    node.load.enter(LoadPhase.RETIRING, "another model waits", 1000.0)
-    seen.append(state())
-    node.load.failed("exit code 1", 1000.0)
-    seen.append(state())
-    node.load = None
-    seen.append(state())
-    node.sleep.woke()
-    seen.append(state())
-    node.probe_history.loading = node.probe_history.probed = False
-    seen.append(state())
-    node.probe_history.probed = node.probe_history.up = True
-    seen.append(state())
-    node.circuit.close(1000.0)
-    seen.append(state())
-    node.probe_history.mute = False
-    seen.append(state())
-    node.degradation.server_restarted()
-    seen.append(state())
-    assert seen == [state.value for state in NodeState]
-    assert seen == [
-        "standby", "draining", "down", "unloaded", "unloading", "failed", "sleeping", "loading",
-        "starting", "ejected", "mute", "degraded", "ready",
-    ]  # fmt: skip
-
-
-def test_the_reason_says_why_a_node_gets_no_work() -> None:
-    assert judge_state(a_node(enabled=False), 0) == (
-        NodeState.STANDBY,
-        "enabled: false in the inventory",
-    )
-    assert judge_state(a_node(standby=True), 0) == (
-        NodeState.STANDBY,
-        "standby: true in the inventory, without start and stop",
-    )
-    node = everything_at_once()
-    node.spec, node.draining = a_spec(), False
-    assert judge_state(node, 1000.0) == (NodeState.DOWN, "no connection")
-
-
-def test_the_reason_of_an_ejection_has_the_failures_and_the_next_step() -> None:
-    node = a_node()
-    for _ in range(5):
-        node.circuit.record_failure(1000.0)
-    assert judge_state(node, 1000.0)[1] == (
-        "5 requests in a row failed; no work for about 30 s, then one on trial"
-    )
-    assert judge_state(node, 1040.0) == (
-        NodeState.EJECTED,
-        "5 requests in a row failed; the next one is on trial",
-    )
-
-
-def test_a_half_open_node_whose_slots_are_full_takes_nothing() -> None:
-    node = a_node(slots=2)
-    take(node, 2)
-    for _ in range(5):
-        node.circuit.record_failure(1000.0)
-    node.state = NodeState.EJECTED
-    assert node.free_slots(1040.0) == 0
+    changes: list[tuple[str, Callable[[], object]]] = [
+        ("standby", lambda: None),
+        ("draining", lambda: setattr(node, "spec", a_spec())),
+        ("down", lambda: setattr(node, "draining", False)),
+        ("unloaded", loading),
+        ("unloading", lambda: load.enter(LoadPhase.RETIRING, "another model waits", 1000.0)),
+        ("failed", lambda: load.failed("exit code 1", 1000.0)),
+        ("sleeping", lambda: setattr(node, "load", None)),
+        ("loading", node.sleep.woke),
+        ("starting", lambda: probed(up=False)),
+        ("ejected", lambda: probed(up=True)),
+        ("mute", lambda: node.circuit.close(1000.0)),
+        ("degraded", lambda: setattr(history, "mute", False)),
+        ("ready", node.degradation.server_restarted),
+    ]
+    assert [state for state, _ in changes] == [state.value for state in NodeState]
+    for state, change in changes:
+        change()
+        assert judge_state(node, 1000.0)[0].value == state
 
 
 def test_only_nodes_that_may_work_have_capacity() -> None:
@@ -236,93 +139,6 @@ def test_only_nodes_that_may_work_have_capacity() -> None:
     assert node.capacity(1000.0) == 0
 
 
-# The count of a node's slots, under any order of events.
-
-
-class Counting(RuleBasedStateMachine):
-    """Takes, releases, abandons and reloads in any order; the counts must match the leases."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.clock = Clock()
-        self.node = a_node(self.clock, slots=4)
-        self.node.on_lease_released = self.released
-        self.leases: list[Lease] = []
-        self.callbacks = 0
-        self.ended = 0
-
-    def released(self, _: Lease, counted: bool) -> None:
-        assert not counted
-        self.callbacks += 1
-
-    @initialize(slots=st.integers(1, 8))
-    def begin(self, slots: int) -> None:
-        self.node.spec = a_spec(slots=slots)
-
-    @rule(slots=st.integers(0, 4))
-    def takes(self, slots: int) -> None:
-        self.leases.append(take(self.node, slots))
-
-    @precondition(lambda self: self.leases)
-    @rule(data=st.data(), how=st.sampled_from(["release", "abandon"]))
-    def ends(self, data: st.DataObject, how: str) -> None:
-        lease = data.draw(st.sampled_from(self.leases))
-        held = is_held(lease)
-        if how == "release":
-            lease.release()
-            assert not is_held(lease)
-        else:
-            lease.abandon()
-            assert is_held(lease) is held
-            assert lease.phase is (LeasePhase.RECLAIM if held else LeasePhase.RELEASED)
-        if held and not is_held(lease):
-            self.ended += 1
-
-    @precondition(lambda self: self.leases)
-    @rule(data=st.data())
-    def moves(self, data: st.DataObject) -> None:
-        lease = data.draw(st.sampled_from(self.leases))
-        phase = lease.phase
-        lease.head_received(self.clock())
-        lease.content_received(self.clock())
-        if phase in {LeasePhase.RECLAIM, LeasePhase.RELEASED}:
-            assert lease.phase is phase
-        else:
-            assert lease.phase is LeasePhase.DECODE
-
-    @rule(slots=st.none() | st.integers(1, 8), removed=st.booleans(), fresh=st.booleans())
-    def reloads(self, slots: int | None, removed: bool, fresh: bool) -> None:
-        self.node.spec = a_spec(slots=slots)
-        self.node.removed = removed
-        if fresh:
-            self.node.upstream = no_upstream()
-
-    @rule(busy=st.integers(0, 9), seconds=st.floats(0, 2))
-    def slots_are_read(self, busy: int, seconds: float) -> None:
-        occupancy = self.node.occupancy
-        with occupancy.slots_query(self.clock()) as query:
-            self.clock.passes(seconds)
-        occupancy.record_busy((0,) * busy, query, self.clock())
-        assert self.node.foreign <= busy
-
-    @invariant()
-    def counts_agree(self) -> None:
-        node = self.node
-        held = [lease for lease in self.leases if is_held(lease)]
-        assert node.leased == sum(lease.slots for lease in held) >= 0
-        assert node.leases == set(held)
-        assert len(node.leases) == len(held)
-        assert node.foreign >= 0
-        assert node.free_slots(self.clock()) >= 0
-        assert node.free_slots(self.clock()) + node.leased <= max(node.slots_total, node.leased)
-        assert node.slots_busy >= node.leased
-        assert self.callbacks == self.ended
-
-
-TestCounting = Counting.TestCase
-TestCounting.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-
-
 # The counts of a node's slots and their integrals over time.
 
 
@@ -331,12 +147,6 @@ def foreign_after(occupancy: SlotOccupancy, busy: int, now: float) -> int:
         pass
     occupancy.record_busy((0,) * busy, query, now)
     return occupancy.foreign
-
-
-def test_busy_slots_beyond_our_leases_are_others_work_and_fewer_are_none() -> None:
-    occupancy = SlotOccupancy()
-    occupancy.take(1, 10.0)
-    assert [foreign_after(occupancy, busy, 11.0) for busy in (3, 1, 0)] == [2, 0, 0]
 
 
 def test_slots_that_are_fenced_are_others_whether_they_are_seen_busy_or_not() -> None:
@@ -349,26 +159,6 @@ def test_slots_that_are_fenced_are_others_whether_they_are_seen_busy_or_not() ->
     assert (occupancy.foreign, occupancy.slot_seconds) == (3, 2 + 3)
     occupancy.clear_foreign()
     assert occupancy.foreign == 0
-
-
-def test_others_that_become_ours_are_counted_once() -> None:
-    occupancy = SlotOccupancy()
-    assert foreign_after(occupancy, 2, 10.0) == 2
-    occupancy.take_over(1, 11.0)
-    occupancy.take(1, 11.0)
-    assert (occupancy.leased, occupancy.foreign) == (1, 1)
-    occupancy.forget_others()
-    assert occupancy.minutes_of_others(11.0) == 0
-
-
-@pytest.mark.parametrize(
-    ("later", "left"), [(0, 3), (RECENT_MINUTES - 3, 3), (RECENT_MINUTES - 1, 1), (10_000, 0)]
-)
-def test_minutes_of_others_work_count_once_each_and_not_for_ever(later: int, left: int) -> None:
-    occupancy = SlotOccupancy()
-    for seconds in (0.0, 10.0, 60.0, 120.0, 130.0):
-        foreign_after(occupancy, 2, 600.0 + seconds)
-    assert occupancy.minutes_of_others(600.0 + (2 + later) * 60.0) == left
 
 
 def test_a_lease_that_came_or_went_during_the_query_is_ours() -> None:
@@ -390,38 +180,6 @@ def test_a_slot_just_released_may_still_be_reported_busy() -> None:
     assert foreign_after(occupancy, 2, 20.0 + 3 * SLOT_LINGER) == 2
 
 
-def test_overlapping_queries_each_have_their_own_peak() -> None:
-    occupancy = SlotOccupancy()
-    occupancy.take(2, 10.0)
-    with occupancy.slots_query(20.0) as first:
-        occupancy.release(1, 20.1)
-        with occupancy.slots_query(21.0) as second:
-            pass
-    assert (first.peak_leased, second.peak_leased) == (2, 1)
-
-
-def test_busy_slots_are_integrated_over_time() -> None:
-    occupancy = SlotOccupancy()
-    occupancy.take(1, 100.0)
-    occupancy.take(2, 102.0)
-    occupancy.release(1, 103.0)
-    occupancy.integrate(105.0)
-    assert occupancy.slot_seconds == pytest.approx(2 * 1 + 1 * 3 + 2 * 2)
-    with occupancy.slots_query(105.0) as query:
-        pass
-    occupancy.record_busy((0,) * 5, query, 106.0)
-    occupancy.integrate(107.0)
-    assert occupancy.slot_seconds == pytest.approx(9 + 2 + 5)
-
-
-def test_a_clock_that_stands_still_or_goes_back_adds_nothing() -> None:
-    occupancy = SlotOccupancy()
-    occupancy.take(1, 100.0, prefilling=True)
-    occupancy.integrate(100.0)
-    occupancy.integrate(90.0)
-    assert (occupancy.slot_seconds, occupancy.prefill_seconds) == (0, 0)
-
-
 def test_a_lease_measures_the_busy_slots_during_its_decode() -> None:
     clock = Clock()
     node = a_node(clock, slots=4)
@@ -438,96 +196,3 @@ def test_a_lease_measures_the_busy_slots_during_its_decode() -> None:
     assert (seen.ttft, seen.duration) == (2, 6)
     assert seen.busy_slots == pytest.approx((2 * 3 + 1 * 1) / 4)
     assert (seen.stalled_seconds, seen.mean_prefills) == (0, 1)
-
-
-def test_a_lease_measures_the_prefills_of_others_meanwhile() -> None:
-    clock = Clock()
-    node = a_node(clock, slots=4)
-    first, second = take(node), take(node)
-    second.content_received(clock.passes(2))
-    first.content_received(clock.passes(2))
-    third = take(node)
-    third.content_received(clock.passes(5))
-    clock.passes(1)
-    for lease in (first, second, third):
-        lease.release()
-    seen = [lease.observed_timing() for lease in (first, second, third)]
-    assert [one and one.mean_prefills for one in seen] == pytest.approx([1.5, 2, 1])
-    assert [one and one.stalled_seconds for one in seen] == pytest.approx([5, 7, 0])
-
-
-def test_an_answer_in_one_piece_has_no_ttft() -> None:
-    clock = Clock()
-    node = a_node(clock, slots=4)
-    lease, other = take(node, stream=False), take(node, stream=False)
-    clock.passes(4)
-    lease.release()
-    other.release()
-    seen = lease.observed_timing()
-    assert seen is not None
-    assert (seen.ttft, seen.duration, seen.busy_slots) == (None, 4, 2)
-
-
-def test_a_lease_without_slots_or_duration_measures_nothing_wrong() -> None:
-    node = a_node()
-    none = take(node, 0)
-    none.release()
-    assert none.observed_timing() is None
-    lease = take(node)
-    lease.release()
-    seen = lease.observed_timing()
-    assert seen is not None
-    assert (seen.duration, seen.busy_slots) == (0, 1)
-
-
-def test_an_abandoned_prefill_counts_until_its_slot_is_free() -> None:
-    clock = Clock()
-    node = a_node(clock, slots=2)
-    left, other = take(node), take(node)
-    other.content_received(clock.passes(1))
-    left.abandon()
-    clock.passes(3)
-    left.release()
-    clock.passes(1)
-    other.release()
-    seen = other.observed_timing()
-    assert seen is not None
-    assert seen.stalled_seconds == pytest.approx(3)
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["take", "plain", "move", "leave", "give"]),
-            st.integers(0, 7),
-            st.floats(0, 100),
-        )
-    )
-)
-def test_any_events_leave_the_means_possible(
-    events: list[tuple[str, int, float]],
-) -> None:
-    clock = Clock()
-    node = a_node(clock, slots=8)
-    leases = []
-    for what, which, seconds in events:
-        now = clock.passes(seconds)
-        if what in {"take", "plain"}:
-            leases.append(take(node, 1 + which % 2, stream=what == "take"))
-        elif leases:
-            lease = leases[which % len(leases)]
-            match what:
-                case "move":
-                    lease.content_received(now)
-                case "leave":
-                    lease.abandon()
-                case _:
-                    lease.release()
-    for lease in leases:
-        lease.release()
-        seen = lease.observed_timing()
-        assert seen is not None
-        assert lease.slots - 1e-6 <= seen.busy_slots <= 2 * len(leases) + 1e-6
-        assert 0 <= seen.stalled_seconds <= seen.duration
-        assert 1 - 1e-6 <= seen.mean_prefills <= 2 * len(leases) + 1e-6
-    assert node.occupancy.leased == node.occupancy.prefills == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,10 +14,8 @@ from gateway.nodes.router import (
     LONGEST_EVENT,
     MOST_BY_OTHERS,
     MOST_RETRY,
-    MOST_RUNNING,
     MOST_UNLOAD,
     OTHERS_PAUSE,
-    REFUSED_RETRY,
     EventLines,
     LoadPhase,
     ModelEvent,
@@ -60,37 +57,6 @@ def test_a_list_tells_of_names_status_slots_context_and_file() -> None:
 
 
 LONG = "x" * 300
-ODD_ALIASES: tuple[Any, ...] = (7, {"b": 1}, [7, LONG])
-ODD_STATUS: tuple[Any, ...] = (7, "loaded", [], {"exit_code": "x", "failed": "yes"})
-ODD_ARGS: tuple[Any, ...] = (
-    *(7, {}, [1, None, {}], ["--parallel"]),
-    *(["--parallel", "-1"], ["--parallel", "9" * 30], ["--parallel", "0"]),
-)
-
-
-@each_case(
-    ("told", "status", "names"),
-    [
-        *(
-            (entry(value), None, {"a"})
-            for value in ("odd", 7, None, ["loaded"], {"loaded": True}, "L" * 5000)
-        ),
-        *(
-            ({"id": "a", "status": {"value": "loaded", "args": args}}, "loaded", {"a"})
-            for args in ODD_ARGS
-        ),
-        *((entry() | {"aliases": odd}, "unloaded", {"a"}) for odd in ODD_ALIASES),
-        *(({"id": "a", "status": odd}, None, {"a"}) for odd in ODD_STATUS),
-    ],
-)
-def test_what_a_list_says_amiss_is_left_out(
-    told: dict[str, Any], status: str | None, names: set[str]
-) -> None:
-    [found] = listed(told)
-    assert (found.status, found.failed, found.exit_code) == (status, False, None)
-    assert found.names == names
-    if status == "loaded":
-        assert (found.slots, found.context) == (None, None)
 
 
 def test_models_without_a_name_that_can_be_used_are_left_out() -> None:
@@ -99,27 +65,6 @@ def test_models_without_a_name_that_can_be_used_are_left_out() -> None:
     assert [one.name for one in listed(entry(), entry("loaded"))] == ["a"]
     many = listed(entry() | {"aliases": [f"a{number}" for number in range(999)]})[0]
     assert len(many.names) == 65
-
-
-def test_events_are_the_same_however_they_are_cut() -> None:
-    progress = {"stages": ["text_model"], "current": "text_model", "value": 0.25}
-    told: list[dict[str, Any]] = [
-        {"model": "a", "event": "model_status", "data": {"status": "loading"}},
-        {"model": "a", "event": "status_change", "data": {"progress": progress}},
-        {"model": "a", "event": "status_change", "data": {"progress": {"stage": "mmproj_model"}}},
-        {"model": "*", "event": "models_reload"},
-    ]
-    text = b": hi\n\n" + b"".join(b"data: %b\n\n" % json.dumps(one).encode() for one in told)
-    expected = [
-        ModelEvent("a", None),
-        ModelEvent("a", 0.25),
-        ModelEvent("a", None),
-        ModelEvent("*", None),
-    ]
-    for size in (1, 3, 17, len(text)):
-        lines = EventLines()
-        parts = [text[at : at + size] for at in range(0, len(text), size)]
-        assert [event for part in parts for event in lines.add(part)] == expected, size
 
 
 def test_odd_events_and_endless_lines_are_passed_over() -> None:
@@ -134,44 +79,44 @@ def test_odd_events_and_endless_lines_are_passed_over() -> None:
     assert list(lines.add(b'"}\ndata: {"model": "a"}\n')) == [ModelEvent("a", None)]
 
 
-def ordered(command: Any = "load", *, taken: float = 1.0, **fields: Any) -> ModelLoad:
-    """A load to which the router was told to do this at 0, which it has answered."""
-    load = ModelLoad(**fields)
-    load.order(command, "ordered", 0.0)
-    load.command_taken(taken)
-    return load
+def reports(
+    load: ModelLoad, *told: tuple[RoutedModel, float], followed: bool | None = True
+) -> list[object]:
+    """The changes that these lists show of this load."""
+    return [load.reported(one, at, at, followed=followed) for one, at in told]
 
 
 def test_a_load_that_was_ordered_is_seen_to_end() -> None:
-    load = ordered()
-    assert load.reported(model("loading"), 1.0, 1.0, followed=True) is None
+    load = ModelLoad(failures=5)
+    load.order("load", "ordered", 0.0)
+    load.command_taken(1.0)
     load.progressed(0.5)
-    assert load.progress == 0.5
-    change = load.reported(model("loaded"), 3.0, 3.0, followed=True)
-    assert change == ("loaded", 3.0, False)
-    assert (load.phase, load.loads, load.load_seconds, load.failures) == (
-        LoadPhase.READY,
-        1,
-        3.0,
-        0,
-    )
-    assert load.reported(model("sleeping"), 4.0, 4.0, followed=True) is None
+    assert (load.phase, load.progress) == (LoadPhase.LOADING, 0.5)
+    lists = (model("loading"), 1.0), (model("loaded"), 3.0), (model("sleeping"), 4.0)
+    assert reports(load, *lists) == [None, ("loaded", 3.0, False), None]
+    assert (load.phase, load.loads, load.failures) == (LoadPhase.READY, 1, 0)
     load.order("unload", "ordered", 5.0)
-    assert load.reported(model("loaded"), 9.0, 9.0, followed=True) is None
+    assert reports(load, (model("loaded"), 9.0)) == [None]
     assert load.phase is LoadPhase.UNLOADING
-    change = load.reported(model("unloaded"), 9.0, 9.0, followed=True)
-    assert change == ("unloaded", None, False)
+    assert reports(load, (model("unloaded"), 9.0)) == [("unloaded", None, False)]
+    # An unload that never ends is not believed for ever.
+    load = ModelLoad(phase=LoadPhase.READY)
+    load.order("unload", "ordered", 0.0)
+    load.command_taken(1.0)
+    assert reports(load, (model("loaded"), MOST_UNLOAD)) == [None]
+    reports(load, (model("loaded"), MOST_UNLOAD + 1.0))
+    assert load.phase is LoadPhase.READY
 
 
 def test_a_list_counts_against_a_command_only_if_it_was_asked_for_after_its_answer() -> None:
     load = ModelLoad()
     load.order("load", "ordered", 0.0)
-    assert load.reported(model(), 50.0, 50.0, followed=True) is None
+    assert reports(load, (model(), 50.0)) == [None]
     load.command_taken(60.0)
     assert load.reported(model(), 59.0, 61.0, followed=True) is None
     assert load.phase is LoadPhase.LOADING
-    change = load.reported(model(failed=True, exit_code=1), 60.0, 61.0, followed=True)
-    assert change == ("failed", None, False)
+    failed = model(failed=True, exit_code=1)
+    assert load.reported(failed, 60.0, 61.0, followed=True) == ("failed", None, False)
     assert "exit code 1" in load.reason
 
 
@@ -187,47 +132,28 @@ def test_a_failed_load_is_tried_again_after_longer_each_time() -> None:
         assert not load.retry_due(now)
     assert waits[:3] == [FIRST_RETRY, 2 * FIRST_RETRY, 4 * FIRST_RETRY]
     assert waits[-1] == MOST_RETRY
-    ready = ordered(failures=5)
-    ready.reported(model("loaded"), 2.0, 2.0, followed=True)
-    assert ready.failures == 0
 
 
-def test_a_router_that_has_no_room_or_does_not_answer_is_no_failure_of_the_model() -> None:
-    load = ordered()
-    load.load_refused("full", 1.0)
-    assert (load.phase, load.failures) == (LoadPhase.UNLOADED, 0)
-    assert load.retry_at == 1.0 + REFUSED_RETRY
-
-
-@pytest.mark.parametrize("phase", [LoadPhase.READY, LoadPhase.RETIRING, LoadPhase.LOADING])
+@each_case("phase", [LoadPhase.READY, LoadPhase.RETIRING, LoadPhase.LOADING])
 def test_a_router_s_restart_is_nobody_s_doing(phase: LoadPhase) -> None:
     load = ModelLoad(phase=phase)
-    assert load.reported(model(), 1.0, 1.0, followed=False) == ("unloaded", None, False)
+    assert reports(load, (model(), 1.0), followed=False) == [("unloaded", None, False)]
     assert (load.reason, load.cause) == ("the router was restarted", "restart")
     assert (load.failures, load.by_others_at < 0.0) == (0, True)
     # Of one without events nobody knows: so that a model that never loads is not loaded on and on.
     load = ModelLoad(phase=LoadPhase.LOADING)
-    assert load.reported(model(), 1.0, 1.0, followed=None) == ("failed", None, False)
+    assert reports(load, (model(), 1.0), followed=None) == [("failed", None, False)]
 
 
 def test_what_others_do_is_told_from_what_we_do() -> None:
     load = ModelLoad()
-    assert load.reported(model("loading"), 1.0, 1.0, followed=True) == ("loading", None, True)
-    assert load.reported(model("loaded"), 2.0, 2.0, followed=True) == ("loaded", 1.0, False)
-    assert load.reported(model(), 3.0, 3.0, followed=True) == ("unloaded", None, True)
+    assert reports(load, (model("loading"), 1.0), (model("loaded"), 2.0), (model(), 3.0)) == [
+        *(("loading", None, True), ("loaded", 1.0, False), ("unloaded", None, True))
+    ]
     assert (load.by_others_at, load.cause) == (3.0, "others")
-    dead = ModelLoad(phase=LoadPhase.READY)
-    killed = model(failed=True, exit_code=1)
-    assert dead.reported(killed, 1.0, 1.0, followed=True) == ("died", None, False)
+    dead, killed = ModelLoad(phase=LoadPhase.READY), model(failed=True, exit_code=1)
+    assert reports(dead, (killed, 1.0)) == [("died", None, False)]
     assert (dead.phase, dead.failures) == (LoadPhase.UNLOADED, 0)
-
-
-def test_an_unload_that_never_ends_is_not_believed_for_ever() -> None:
-    load = ordered("unload", phase=LoadPhase.READY)
-    late = MOST_UNLOAD + 1.0
-    assert load.reported(model("loaded"), MOST_UNLOAD, MOST_UNLOAD, followed=True) is None
-    load.reported(model("loaded"), late, late, followed=True)
-    assert load.phase is LoadPhase.READY
 
 
 def test_a_router_that_others_command_too_is_left_alone_for_a_while() -> None:
@@ -241,15 +167,6 @@ def test_a_router_that_others_command_too_is_left_alone_for_a_while() -> None:
     seldom = RouterRecord()
     every = BY_OTHERS_SECONDS / (MOST_BY_OTHERS - 1) + 1.0
     assert not any(seldom.changed_by_others(every * number) for number in range(50))
-
-
-def test_a_router_is_the_same_process_while_its_events_are_followed() -> None:
-    record = RouterRecord()
-    assert record.followed(5.0) is False
-    record.following(6.0)
-    assert (record.followed(5.0), record.followed(7.0)) == (False, True)
-    record.following(None)
-    assert record.followed(7.0) is None
 
 
 # Endpoints of kind `openai` that load models by themselves.
@@ -282,18 +199,6 @@ STATES = ("ready", "starting", "stopping", "stopped", "shutdown", ["ready"], Non
 )
 def test_what_runs_is_read_from_both_forms(answer: object, expected: object) -> None:
     assert read_running(answer) == expected
-
-
-def test_what_runs_is_read_up_to_a_bound() -> None:
-    many = {"running": [{"model": str(number), "state": "ready"} for number in range(5000)]}
-    assert len(read_running(many) or ()) == MOST_RUNNING
-
-
-@given(JSON, st.sampled_from(["running", "models"]))
-def test_no_answer_about_what_runs_breaks_it(answer: object, key: str) -> None:
-    for value in (answer, {key: answer}, {key: [answer, {"model": "a", "state": answer}]}):
-        found = read_running(value)
-        assert found is None or all(isinstance(name, str) for name in found)
 
 
 @given(JSON)

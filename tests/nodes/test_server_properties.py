@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -119,21 +118,6 @@ def test_an_endpoint_that_tells_its_context_by_max_model_len_is_believed() -> No
     assert facts.context == 512
 
 
-def test_another_model_is_another_version() -> None:
-    facts = ServerProperties()
-    facts.read_models(MODELS)
-    before = facts.version_key()
-    facts.read_models({"data": [{"id": "other"}]})
-    assert facts.version_key() != before
-
-
-@each_case("bad", [0, -1, True, "2", 2.5, None, 10**30])
-def test_absurd_figures_are_ignored(bad: Any) -> None:
-    facts = ServerProperties()
-    facts.read_props({"total_slots": bad, "default_generation_settings": {"n_ctx": bad}})
-    assert (facts.slots, facts.context) == (None, None)
-
-
 @given(json)
 def test_any_answer_can_be_read(answer: Any) -> None:
     facts = ServerProperties()
@@ -154,11 +138,6 @@ def test_busy_slots_are_counted() -> None:
     ]
     busy = frozenset({(0, b"41"), (2, b"null")})
     assert count_slots(msgspec.json.encode(slots)) == SlotCounts((7, 0), 3, busy)
-
-
-@each_case("answer", [None, {}, [], [1], [{"id": 0}], "x"])
-def test_an_answer_that_is_no_list_of_slots_is_not_counted(answer: Any) -> None:
-    assert count_slots(msgspec.json.encode(answer)) is None
 
 
 def test_busy_slots_are_counted_in_metrics_too() -> None:
@@ -208,18 +187,6 @@ def test_a_shared_pool_is_known_until_another_process_answers() -> None:
     assert not properties.shared_pool
 
 
-@pytest.mark.parametrize("end", [ServerProperties.process_ended, ServerProperties.clear_remembered])
-def test_where_processes_have_no_mark_a_shared_pool_is_forgotten_sooner(end: Any) -> None:
-    properties = ServerProperties(remembered=True)
-    properties.read_props({"media_marker": "<__media__>"})
-    properties.pool_learnt()
-    properties.purpose_found("rerank")
-    end(properties)
-    assert not properties.shared_pool
-    assert not properties.all_refused
-    assert (properties.purpose, properties.purpose_asked) == ("rerank", False)
-
-
 @each_case(
     ("parse", "answer"),
     [
@@ -242,24 +209,6 @@ def test_an_answer_of_a_million_values_takes_no_memory(
     finally:
         tracemalloc.stop()
     assert peak < 1 << 20
-
-
-def test_fields_of_interest_are_read_whatever_stands_beside_them() -> None:
-    slots = [
-        {"id": n, "is_processing": True, "n_prompt_tokens": n, "x": [[]] * 9} for n in range(9)
-    ]
-    found = count_slots(msgspec.json.encode(slots))
-    assert found is not None
-    assert found[:2] == (tuple(range(9)), 9)
-    facts = ServerProperties()
-    facts.read_props(parse_props(msgspec.json.encode(PROPS | {"x": [[]] * 999, "total_slots": 3})))
-    facts.read_models(parse_models(msgspec.json.encode(MODELS)))
-    assert (facts.slots, facts.context, facts.models, facts.size) == (3, 4096, ("demo",), 3500)
-    long = "{% x %}" * 100_000
-    facts.read_props(parse_props(msgspec.json.encode({"chat_template": long})))
-    other = ServerProperties()
-    other.read_props({"chat_template": long})
-    assert facts.template == other.template
 
 
 GIB = 1 << 30
@@ -300,25 +249,3 @@ def test_slots_context_and_types_of_the_cache_count_as_a_server_was_started() ->
     assert memory(*quarter) < memory("--cache-type-k", "q8_0") < alone
     assert memory("--cache-ram", "1024") == alone + GIB
     assert memory("--ubatch-size", "4096") > alone + GIB * 9 // 10
-
-
-@each_case(
-    "args",
-    [
-        ("--parallel",),
-        ("--parallel", "--ctx-size"),
-        ("--parallel", "-1", "--ctx-size", "0"),
-        ("--ctx-size", "\ud800", "--cache-ram", "-1"),
-        ("--ctx-size", "9" * 10_000, "--cache-type-k", "q9_9"),
-    ],
-)
-def test_arguments_that_say_nothing_of_use_are_passed_over(args: tuple[str, ...]) -> None:
-    meta = {"size": 3_880_448, "n_params": 970_112, "n_embd": 128, "n_ctx": 4096}
-    assert memory_told(meta, args) == memory_told(meta, ())
-
-
-def test_a_server_that_tells_its_size_alone_takes_some_more_than_that() -> None:
-    assert memory_told({"size": 10 * GIB}, ()) == 12 * GIB + (40 << 20)
-    lie = {"size": GIB, "n_params": 5, "n_embd": 1 << 60, "n_ctx": 1}
-    assert (memory_told(lie, ()) or 0) > GIB
-    assert memory_told({"size": "4"}, ()) is memory_told([], ()) is None

@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gateway.nodes.node import Node
 from gateway.nodes.server_properties import ServerProperties
 from gateway.nodes.state_files import (
-    LARGEST_NAMES_FILE,
     LARGEST_PROPERTIES_FILE,
     OperatorOrders,
     PropertiesStore,
@@ -53,22 +50,6 @@ def test_properties_last_over_a_restart_for_the_same_server_alone(tmp_path: Path
     assert [file.name for file in path.parent.iterdir()] == ["seen.json"]
     for other in (a_spec(url="http://127.0.0.1:10"), a_spec("b"), a_spec(kind="openai")):
         assert PropertiesStore(path).recall(other) == ServerProperties()
-
-
-def test_the_file_contains_no_addresses(tmp_path: Path) -> None:
-    path = tmp_path / "seen.json"
-    written(path, saying(SAID, url="http://secret.example/prefix"))
-    assert "secret" not in path.read_text()
-
-
-def test_remembered_properties_that_are_not_reported_again_are_kept(tmp_path: Path) -> None:
-    path = tmp_path / "seen.json"
-    written(path, saying(SAID))
-    store = PropertiesStore(path)
-    store.record(a_spec(), store.recall(a_spec()))
-    store.record(a_spec("b"), SAID)
-    store.save()
-    assert PropertiesStore(path).recall(a_spec()) == SAID
 
 
 def test_properties_are_read_from_older_versions_and_kept_readable_for_them(tmp_path: Path) -> None:
@@ -119,17 +100,6 @@ def test_a_damaged_file_is_set_aside_and_logged(
     drains.keep("a")
     drains.save()
     assert "a" in drained_nodes(drained)
-
-
-def test_a_file_of_another_version_is_logged_and_not_read(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "seen.json"
-    written(path, saying(SAID))
-    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 2}))
-    with caplog.at_level(logging.WARNING):
-        assert PropertiesStore(path).recall(a_spec()) == ServerProperties()
-    assert "version 2" in caplog.text
 
 
 @each_case(
@@ -210,24 +180,6 @@ async def test_changes_are_saved_until_a_successor_takes_over(tmp_path: Path) ->
     store.record(a_spec(), ServerProperties(models=("other",)))
     store.save()
     assert PropertiesStore(path).recall(a_spec()) == SAID
-
-
-def test_an_enormous_file_is_damaged(tmp_path: Path) -> None:
-    path = tmp_path / "drains.json"
-    path.write_bytes(b'{"drained": ["' + b"a" * LARGEST_NAMES_FILE + b'"]}')
-    drained_nodes(path)
-    assert not path.exists()
-
-
-@settings(max_examples=20)
-@given(names=st.sets(st.text(max_size=20), max_size=10))
-def test_any_name_is_read_back(names: set[str], tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = tmp_path_factory.mktemp("drains") / "drains.json"
-    drains = drained_nodes(path)
-    for name in names:
-        drains.keep(name)
-    drains.save()
-    assert all(name in drained_nodes(path) for name in names)
 
 
 def test_operators_orders_last_over_a_restart_in_a_file_each(tmp_path: Path) -> None:

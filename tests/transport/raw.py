@@ -56,14 +56,8 @@ class RawServer:
     """Connections that are open now."""
     failures: list[BaseException] = field(default_factory=list)
 
-    def address(self, **more: object) -> NodeAddress:
-        fields = {
-            "host": "127.0.0.1",
-            "port": self.port,
-            "path_prefix": b"",
-            "header_lines": b"host: n\r\n",
-        }
-        return NodeAddress(**{**fields, **more})  # type: ignore[arg-type]
+    def address(self) -> NodeAddress:
+        return NodeAddress("127.0.0.1", self.port, b"", b"host: n\r\n")
 
     async def until(self, condition: Callable[[], bool], limit: float = 30.0) -> None:
         async with asyncio.timeout(limit):

@@ -10,15 +10,13 @@ import os
 import random
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
-import httptools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.transport import errors
 from gateway.transport.connection import (
     BODY_HIGH_WATER,
     MOST_HEAD_BYTES,
@@ -35,16 +33,9 @@ from gateway.transport.errors import (
     UpstreamTimeout,
 )
 from gateway.transport.pool import ConnectionPool, NodeAddress
+from tests.each_case import each_case
 from tests.fuzz.replies import MOST_REPLIES, make_check
-from tests.transport.raw import (
-    HOWEVER_SLOW,
-    Peer,
-    RawServer,
-    Script,
-    Silent,
-    once,
-    raw_server,
-)
+from tests.transport.raw import HOWEVER_SLOW, Peer, RawServer, Script, Silent, once, raw_server
 from tests.virtual import in_virtual_time, now
 
 ASK = b"GET /x HTTP/1.1\r\nhost: n\r\n\r\n"
@@ -101,31 +92,6 @@ def test_no_reply_has_anything_of_another_one_on_its_connection() -> None:
     for number in range(int(os.environ.get("REPLY_SEQUENCES", "2000"))):
         chance = random.Random(number)
         check(chance.randbytes(3 * chance.randint(2, MOST_REPLIES) + 6))
-
-
-# Valid responses.
-
-
-async def test_parts_that_came_together_are_read_together() -> None:
-    async with asking(once(CHUNKED + b"3\r\nhel\r\n2\r\nlo\r\n0\r\n\r\n")) as (server, connection):
-        await connection.read_status()
-        await server.until(lambda: connection.complete)
-        assert connection.has_unread
-        assert await connection.read() == b"hello"
-        assert await connection.read() == b""
-
-
-@pytest.mark.parametrize("status", [b"204 No Content", b"304 Not Modified"])
-async def test_responses_that_have_no_body_end_with_their_head(status: bytes) -> None:
-    connection, body = await asked(b"HTTP/1.1 " + status + b"\r\n\r\n")
-    assert body == b""
-    assert connection.reusable
-
-
-async def test_the_connection_of_an_http_1_0_server_is_not_used_again() -> None:
-    connection, body = await asked(OK.replace(b"1.1", b"1.0"))
-    assert body == b"hello"
-    assert not connection.reusable
 
 
 # Invalid responses.
@@ -202,53 +168,6 @@ async def test_a_failure_of_either_side_is_no_end_of_a_body_without_framing(
         assert not connection.complete
 
 
-@pytest.mark.parametrize(
-    "surplus",
-    [
-        OK.replace(b"200", b"500").replace(b"hello", b"wrong"),
-        b"HTTP/1.1 500 Oops\r\nX-Half: ",
-        b"x",
-    ],
-)
-@pytest.mark.parametrize("together", [True, False])
-async def test_unrequested_bytes_spoil_the_connection_and_not_the_response(
-    surplus: bytes, together: bool
-) -> None:
-    go = asyncio.Event()
-
-    async def script(peer: Peer) -> None:
-        await peer.request()
-        if together:
-            await peer.say(OK + surplus)
-        else:
-            await peer.say(OK)
-            await go.wait()
-            await peer.say(surplus)
-        await peer.reader.read()
-
-    async with asking(script) as (server, connection):
-        assert await body_of(connection) == b"hello"
-        go.set()
-        await server.until(lambda: not connection.alive)
-        assert connection.status == 200
-        assert connection.headers == [(b"content-length", b"5")]
-        assert await connection.read() == b""
-        await server.until(lambda: server.open == 0)
-
-
-async def test_bytes_before_the_first_request_close_the_connection() -> None:
-    async def script(peer: Peer) -> None:
-        await peer.say(OK)
-        await peer.reader.read()
-
-    async with raw_server(script) as server:
-        connection = await connected(server)
-        await server.until(lambda: not connection.alive)
-        connection.send(ASK)
-        with pytest.raises(ConnectionReset):
-            await connection.read_status()
-
-
 # Reuse.
 
 
@@ -278,16 +197,6 @@ async def test_a_reused_connection_that_breaks_at_once_and_before_a_byte_is_stal
         with pytest.raises(UpstreamError) as failed:
             await connection.read_status()
         assert type(failed.value) is raised
-
-
-async def test_a_reused_connection_that_broke_while_idle_is_stale() -> None:
-    async with asking(once(OK)) as (server, connection):
-        assert await body_of(connection) == b"hello"
-        await server.until(lambda: not connection.alive)
-        assert not connection.reusable
-        connection.send(ASK)
-        with pytest.raises(StaleConnection):
-            await connection.read_status()
 
 
 # Back-pressure, cancelling and failing.
@@ -323,14 +232,12 @@ async def test_a_reader_that_lags_stops_the_node() -> None:
         assert unread + len(await body_of(connection)) == 1000 * 65536
 
 
-@pytest.mark.parametrize("most", [4, 5])
-async def test_a_whole_body_is_read_up_to_a_limit(most: int) -> None:
+async def test_a_whole_body_is_read_up_to_a_limit() -> None:
     async with asking(once(OK)) as (_, connection):
-        if most < 5:
-            with pytest.raises(InvalidResponse, match="larger than 4 bytes"):
-                await connection.read_all(most)
-        else:
-            assert await connection.read_all(most) == b"hello"
+        assert await connection.read_all(5) == b"hello"
+    async with asking(once(OK)) as (_, connection):
+        with pytest.raises(InvalidResponse, match="larger than 4 bytes"):
+            await connection.read_all(4)
 
 
 @pytest.fixture
@@ -351,12 +258,10 @@ async def test_a_reader_that_is_cancelled_leaves_nothing_behind(stage: str) -> N
         await peer.reader.read()
 
     async with asking(script) as (server, connection):
+        reading: asyncio.Future[object] = asyncio.ensure_future(connection.read_status())
         if stage == "body":
-            await connection.read_status()
-        waiting: Awaitable[object] = (
-            connection.read() if stage == "body" else connection.read_status()
-        )
-        reading = asyncio.ensure_future(waiting)
+            await reading
+            reading = asyncio.ensure_future(connection.read())
         await asyncio.sleep(0)
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -365,19 +270,6 @@ async def test_a_reader_that_is_cancelled_leaves_nothing_behind(stage: str) -> N
         await server.until(lambda: server.open == 0)
         assert not connection.alive
     gc.collect()  # An error that nobody has taken would be told now.
-
-
-async def test_a_wait_for_the_head_ends_with_a_failure_from_this_side() -> None:
-    async def script(peer: Peer) -> None:
-        await peer.reader.read()
-
-    async with asking(script) as (server, connection):
-        heading = asyncio.create_task(connection.read_status())
-        await asyncio.sleep(0)
-        connection.fail(UpstreamTimeout("first_byte", "Too late"))
-        with pytest.raises(UpstreamTimeout):
-            await heading
-        await server.until(lambda: server.open == 0)
 
 
 # Any bytes, in any pieces.
@@ -404,16 +296,6 @@ REPLIES = [
 ]
 
 
-@given(reply=st.sampled_from(REPLIES), cuts=st.sets(st.integers(1, 200)))
-def test_a_response_is_the_same_in_any_pieces(reply: bytes, cuts: set[int]) -> None:
-    with contextlib.closing(asyncio.new_event_loop()) as loop:
-        places = [0, *sorted(cut for cut in cuts if cut < len(reply)), len(reply)]
-        connection = fed(loop, [reply[a:b] for a, b in itertools.pairwise(places)])
-        assert connection.status == 200
-        assert connection.complete
-        assert connection.read_nowait() == b"hello"
-
-
 @given(
     reply=st.sampled_from(REPLIES),
     changes=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), min_size=1, max_size=6),
@@ -435,13 +317,8 @@ def test_a_spoilt_response_is_a_response_or_an_error(
         assert not connection.reusable
 
 
-BODIES = st.lists(
-    st.sampled_from(
-        [b"data: {1}\n\n", b"\n\n\r\n", b"a\n\n\r\nb\r\n", b"5\r\nab\n\n\r\n", b"x" * 1100]
-    ),
-    min_size=1,
-    max_size=8,
-)
+PARTS = [b"data: {1}\n\n", b"\n\n\r\n", b"a\n\n\r\nb\r\n", b"5\r\nab\n\n\r\n", b"x" * 1100]
+BODIES = st.lists(st.sampled_from(PARTS), min_size=1, max_size=8)
 
 
 @given(bodies=BODIES, cuts=st.sets(st.integers(1, 3000)), framed=st.booleans())
@@ -476,62 +353,8 @@ def test_a_relay_gets_whole_chunks_whose_bytes_are_those_of_the_body(
         assert (b"".join(found), connection.complete) == (b"".join(bodies), True)
 
 
-async def test_a_sink_takes_the_data_until_it_wants_the_reader_woken() -> None:
-    taken: list[bytes] = []
-    read, woken = asyncio.Event(), asyncio.Event()
-
-    async def script(peer: Peer) -> None:
-        await peer.request()
-        await peer.say(CHUNKED)
-        await read.wait()
-        await peer.say(b"1\r\na\r\n")
-        await server.until(lambda: taken == [b"a"])
-        await peer.say(b"1\r\nb\r\n")
-        await woken.wait()
-        await peer.say(b"1\r\nc\r\n")
-        await peer.say(b"0\r\n\r\n")
-
-    async with asking(script) as (server, connection):
-        await connection.read_status()
-        read.set()
-
-        def sink() -> bool:
-            taken.append(connection.read_nowait())
-            return b"".join(taken) != b"ab" and not connection.complete
-
-        async with asyncio.timeout(LIMIT):
-            while b"".join(taken) != b"ab":
-                await connection.wait_for_data(sink)
-            woken.set()
-            while not connection.complete:
-                await connection.wait_for_data(sink)
-        assert b"".join(taken) == b"abc"
-
-
-@pytest.mark.usefixtures("own_heap")
-async def test_a_connection_that_has_ended_is_freed_without_the_garbage_collector() -> None:
-    def connections() -> list[NodeConnection]:
-        return [one for one in gc.get_objects() if type(one) is NodeConnection]
-
-    gc.disable()
-    try:
-        for _ in range(3):
-            await asked(OK)
-        async with asyncio.timeout(LIMIT):
-            while connections():  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-    finally:
-        gc.enable()
-
-
 STANDS_STILL = 0.3
 SHORT_LIMIT = 0.2
-
-
-async def until_it_waits() -> None:
-    """Until every task has gone as far as it can without the network."""
-    for _ in range(3):
-        await asyncio.sleep(0)
 
 
 @in_virtual_time
@@ -568,24 +391,6 @@ async def test_after_standing_still_a_connection_that_was_made_meanwhile_is_used
         pool.close()
 
 
-async def test_after_standing_still_bytes_that_came_meanwhile_are_read() -> None:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        reader, writer = await asyncio.open_connection(sock=ours)
-
-        async def read() -> bytes:
-            async with LoopTimeout(SHORT_LIMIT):
-                return await reader.readexactly(2)
-
-        reading = asyncio.create_task(read())
-        await until_it_waits()
-        theirs.send(b"ok")
-        time.sleep(STANDS_STILL)  # noqa: ASYNC251 - block the loop
-        assert await reading == b"ok"
-        writer.close()
-        await writer.wait_closed()
-
-
 HEAD = b"POST /v1/embeddings HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\nAccept: */*\r\n\r\n"
 
 
@@ -599,15 +404,14 @@ def known(data: bytes) -> KnownHead:
     return head
 
 
-@pytest.mark.parametrize(
-    "head",
-    [
-        HEAD,
-        b"HTTP/1.1 200 OK\r\ncontent-length:%d\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\nX: Content-Length: 7\r\nCONTENT-LENGTH: %d\r\n\r\n",
-    ],
-)
-@given(first=st.binary(max_size=120), second=st.binary(max_size=1200))
+HEADS = [
+    HEAD,
+    b"HTTP/1.1 200 OK\r\ncontent-length:%d\r\n\r\n",
+    b"HTTP/1.1 200 OK\r\nX: Content-Length: 7\r\nCONTENT-LENGTH: %d\r\n\r\n",
+]
+
+
+@given(head=st.sampled_from(HEADS), first=st.binary(max_size=120), second=st.binary(max_size=1200))
 def test_the_body_of_each_message_with_this_head_is_found(
     head: bytes, first: bytes, second: bytes
 ) -> None:
@@ -623,85 +427,45 @@ def test_another_byte_in_the_head_is_another_head(data: st.DataObject) -> None:
     assert known(whole).match_body(changed) is None
 
 
-@pytest.mark.parametrize(
+WHOLE = message(b"hello")
+
+
+@each_case(
     "data",
     [
-        b"",
-        message(b"hello")[:-1],
-        message(b"hello")[:30],
-        message(b"hello") + b"!",
-        message(b"hello") + message(b"hello"),
-        message(b"hello").replace(b": 5", b":  5"),
-        message(b"hello").replace(b": 5", b": +5"),
-        message(b"hello").replace(b": 5", b": "),
-        message(b"hello").replace(b": 5", b": 0x5"),
-        message(b"hello").replace(b": 5", b": 5_"),
-        message(b"hello").replace(b": 5", b": 5, 5"),
-        message(b"hello").replace(b": 5", b": " + "\u0665".encode()),
-        message(b"hello").replace(b": 5", b": 0000000005"),
+        b"", WHOLE[:-1], WHOLE[:30], WHOLE + b"!", WHOLE + WHOLE,
+        *(WHOLE.replace(b": 5", other) for other in (
+            b":  5", b": +5", b": ", b": 0x5", b": 5_", b": 5, 5", b": 0000000005",
+            b": " + "\u0665".encode(),
+        )),
     ],
-)
+)  # fmt: skip
 def test_data_that_is_not_one_whole_message_has_no_known_head(data: bytes) -> None:
     assert known(message(b"12345")).match_body(data) is None
 
 
-@pytest.mark.parametrize(
+@each_case(
     "data",
     [
-        b"",
-        b"POST / HTTP/1.1\r\nhost: a\r\n\r\n",
-        message(b"hello") + b"x",
-        message(b"hello")[:-1],
-        message(b"hello").replace(b"Accept: */*", b"Content-Length: 5"),
-        message(b"hello").replace(b"\r\n\r\n", b"\r\n\n"),
+        b"", b"POST / HTTP/1.1\r\nhost: a\r\n\r\n", WHOLE + b"x", WHOLE[:-1],
+        WHOLE.replace(b"Accept: */*", b"Content-Length: 5"), WHOLE.replace(b"\r\n\r\n", b"\r\n\n"),
         b"POST / HTTP/1.1\r\nContent-Length: 6\n\nab\r\n\r\n",
     ],
-)
+)  # fmt: skip
 def test_other_messages_are_not_learnt(data: bytes) -> None:
     assert KnownHead.from_message(data) is None
 
 
-@given(body=st.binary(max_size=300), digits=st.from_regex(rb"[0-9]{1,12}", fullmatch=True))
-def test_a_found_body_is_the_one_that_a_parser_finds(body: bytes, digits: bytes) -> None:
-    data = HEAD.replace(b"%d", digits) + body
-    found = known(message(b"hello")).match_body(data)
-    if found is None:
-        return
-    parts: list[bytes] = []
-    ends: list[bool] = []
-
-    class Reader:
-        on_body = staticmethod(parts.append)
-
-        def on_message_complete(self) -> None:
-            ends.append(True)
-
-    httptools.HttpRequestParser(Reader()).feed_data(data)
-    assert b"".join(parts) == found
-    assert ends == [True]
-
-
-def classes(of: type[UpstreamError] = UpstreamError) -> Iterator[type[UpstreamError]]:
-    for one in of.__subclasses__():
-        if one.__module__ == errors.__name__:
-            yield one
-            yield from classes(one)
-
-
-def test_the_tree_in_the_docstring_names_every_error() -> None:
-    assert errors.__doc__ is not None
-    assert [one.__name__ for one in classes() if one.__name__ not in errors.__doc__] == []
-
-
-def test_every_error_has_an_outcome_of_its_own_for_metrics_and_logs() -> None:
-    outcomes = [one.outcome for one in classes() if one is not UpstreamTimeout]
-    assert len(set(outcomes)) == len(outcomes)
-    assert UpstreamError.outcome not in outcomes
-
-
-def test_an_error_that_every_node_would_report_is_the_requests_fault() -> None:
-    outcomes = {400: "request_error", 413: "request_error", 422: "request_error"}
-    outcomes |= {402: "refused", 404: "error_event", 429: "error_event", 500: "error_event"}
-    for status, outcome in outcomes.items():
-        error = NodeReportedError("a reason", status)
-        assert (error.is_request_fault, error.outcome) == (outcome == "request_error", outcome)
+@each_case(
+    ("status", "outcome"),
+    [
+        *((status, "request_error") for status in (400, 413, 422)),
+        *((status, "error_event") for status in (404, 429, 500)),
+        (402, "refused"),
+    ],
+)
+def test_an_error_that_every_node_would_report_is_the_requests_fault(
+    status: int, outcome: str
+) -> None:
+    error = NodeReportedError("a reason", status)
+    assert (error.is_request_fault, error.outcome) == (outcome == "request_error", outcome)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
@@ -134,49 +135,20 @@ async def test_any_other_wait_makes_a_task_of_it(
     await settled(tasks)
 
 
-async def test_in_a_task_nothing_changes() -> None:
+async def test_cancelling_raises_where_it_waits() -> None:
     tasks: set[asyncio.Task[None]] = set()
-    witness = Witness(ensure_task)
-    EagerTask(tasks).run_in_task(witness())
-    [task] = tasks
-    await settled(tasks)
-    assert witness.steps == [task, task]
-
-
-async def test_cancelling_raises_where_it_waits_for_a_response() -> None:
-    tasks: set[asyncio.Task[None]] = set()
-    reply = Response()
-    witness = Witness(lambda: reply)
-    run = EagerTask(tasks)
-    await from_a_callback(lambda: run.run(witness()))
-    run.cancel()
+    reply, future = Response(), asyncio.get_running_loop().create_future()
+    first, second = Witness(lambda: reply), Witness(lambda: future)
+    runs = [EagerTask(tasks), EagerTask(tasks)]
+    for run, witness in zip(runs, (first, second), strict=True):
+        await from_a_callback(functools.partial(run.run, witness()))
+        run.cancel()
     # What comes meanwhile does not run it a second time.
     reply.wake(whole=True)
-    await settled(tasks)
-    assert witness.cancelled
-    assert witness.steps == [None]
-
-
-async def test_cancelling_raises_where_it_waits_for_a_future() -> None:
-    tasks: set[asyncio.Task[None]] = set()
-    future = asyncio.get_running_loop().create_future()
-    witness = Witness(lambda: future)
-    run = EagerTask(tasks)
-    await from_a_callback(lambda: run.run(witness()))
-    run.cancel()
     future.set_result(None)
     await settled(tasks)
-    assert witness.cancelled
-
-
-async def test_cancelling_an_ended_coroutine_does_nothing() -> None:
-    tasks: set[asyncio.Task[None]] = set()
-    run = EagerTask(tasks)
-    await from_a_callback(lambda: run.run(Witness()()))
-    run.cancel()
-    assert not tasks
-    again = EagerTask(tasks)
-    again.run_in_task(Witness()())
-    await settled(tasks)
-    again.cancel()
+    assert first.cancelled
+    assert second.cancelled
+    assert first.steps == [None]
+    runs[0].cancel()
     assert not tasks

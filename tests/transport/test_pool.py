@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import trustme
 from pydantic import SecretStr
@@ -32,16 +31,9 @@ from gateway.transport.pool import (
     node_address,
     open_node_pool,
 )
+from tests.each_case import each_case
 from tests.emulator import EmulatedNode
-from tests.transport.pool_client import pool_client
-from tests.transport.raw import (
-    HOWEVER_SLOW,
-    Peer,
-    RawServer,
-    always,
-    nobody_listens,
-    raw_server,
-)
+from tests.transport.raw import HOWEVER_SLOW, Peer, RawServer, always, raw_server
 
 ASK = b"GET /health HTTP/1.1\r\nhost: n\r\n\r\n"
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
@@ -74,41 +66,18 @@ async def exchanged(pool: ConnectionPool, **options: Any) -> NodeConnection:
         return connection
 
 
+async def answered(pool: ConnectionPool) -> bytes:
+    """The body of the answer to a request of the node's own address."""
+    head = pool.address.request_head(b"GET", b"/health")
+    async with pool.response(head, connect_timeout=LIMIT) as connection:
+        return await connection.read_all(1000)
+
+
 async def ask(pool: ConnectionPool) -> None:
     pool.release(await exchanged(pool))
 
 
-async def test_a_connection_that_the_node_closes_after_many_requests_is_replaced() -> None:
-    async with EmulatedNode(keepalive_requests=100) as node:
-        pool = pool_of(node)
-        for _ in range(250):
-            await ask(pool)
-        assert node.connections_opened == 3
-        assert node.control_requests == 250
-        pool.close()
-
-
-async def test_the_connection_used_last_is_used_next() -> None:
-    async with raw_server(always(OK)) as server:
-        pool = pool_of(server)
-        first, second = await exchanged(pool), await exchanged(pool)
-        assert first is not second
-        pool.release(first)
-        pool.release(second)
-        assert [pool.take_idle(), pool.take_idle(), pool.take_idle()] == [second, first, None]
-        first.close()
-        second.close()
-
-
-async def test_a_connection_in_use_is_not_shared() -> None:
-    async with raw_server(always(OK)) as server:
-        pool = pool_of(server)
-        await asyncio.gather(*(ask(pool) for _ in range(10)))
-        assert server.opened == 10
-        pool.close()
-
-
-async def test_a_connection_that_was_idle_for_too_long_is_not_used() -> None:
+async def test_a_connection_that_was_idle_for_too_long_is_not_used_and_closed_in_time() -> None:
     async with raw_server(always(OK)) as server:
         loop = LoopWithClock()
         pool = pool_of(server, loop=loop)
@@ -120,32 +89,10 @@ async def test_a_connection_that_was_idle_for_too_long_is_not_used() -> None:
         assert pool.take_idle() is None
         await server.until(lambda: server.open == 0)
         pool.close()
-
-
-async def test_connections_that_are_idle_for_too_long_are_closed_in_the_background() -> None:
-    async with raw_server(always(OK)) as server:
         pool = pool_of(server, idle_seconds=0.05)
-        connections = [await exchanged(pool) for _ in range(3)]
-        for connection in connections:
-            pool.release(connection)
+        await asyncio.gather(*(ask(pool) for _ in range(3)))
+        assert server.opened == 4
         await server.until(lambda: server.open == 0)
-        assert pool.take_idle() is None
-
-
-async def test_the_pool_closes_idle_connections_before_the_server_does() -> None:
-    assert EmulatedNode().keepalive_seconds > IDLE_SECONDS
-
-
-async def test_a_connection_that_the_node_closed_while_idle_is_not_used() -> None:
-    async with EmulatedNode() as node:
-        pool = pool_of(node)
-        await ask(pool)
-        for connection in node.open_connections:
-            connection.close()
-        await node.until(lambda: node.connections == 0)
-        await ask(pool)
-        assert node.connections_opened == 2
-        pool.close()
 
 
 async def test_a_request_on_stale_connections_is_sent_again_until_one_is_not() -> None:
@@ -195,49 +142,6 @@ async def test_a_closed_pool_closes_idle_connections_and_leaves_used_ones() -> N
         await server.until(lambda: server.open == 0)
 
 
-# One exchange.
-
-
-async def test_the_connection_of_a_response_that_was_read_to_its_end_is_used_again() -> None:
-    async with raw_server(always(OK)) as server:
-        pool = pool_of(server)
-        for _ in range(3):
-            async with pool.response(ASK, connect_timeout=LIMIT) as connection:
-                assert (connection.status, await connection.read_all(1000)) == (200, b"ok")
-        assert server.opened == 1
-        pool.close()
-
-
-async def test_the_connection_of_a_response_that_was_not_read_to_its_end_is_closed() -> None:
-    async def half(peer: Peer) -> None:
-        await peer.request()
-        await peer.say(OK[:-1])
-        await peer.reader.read()
-
-    async with raw_server(half) as server:
-        pool = pool_of(server)
-        with pytest.raises(ValueError, match="enough"):
-            async with pool.response(ASK, connect_timeout=LIMIT):
-                raise ValueError("enough")
-        assert pool.take_idle() is None
-        await server.until(lambda: server.open == 0)
-        pool.close()
-
-
-@pytest.mark.parametrize(
-    ("lines", "length", "head"),
-    [
-        (b"", None, b"GET /a/x HTTP/1.1\r\nhost: n\r\n\r\n"),
-        (b"b: c\r\n", 0, b"GET /a/x HTTP/1.1\r\nhost: n\r\nb: c\r\ncontent-length: 0\r\n\r\n"),
-    ],
-)
-def test_a_head_has_the_nodes_prefix_and_lines(
-    lines: bytes, length: int | None, head: bytes
-) -> None:
-    address = NodeAddress("n", 1, b"/a", b"host: n\r\n")
-    assert address.request_head(b"GET", b"/x", lines, length) == head
-
-
 async def test_a_request_on_a_new_connection_that_breaks_is_not_sent_again() -> None:
     async def script(peer: Peer) -> None:
         await peer.request()
@@ -250,112 +154,50 @@ async def test_a_request_on_a_new_connection_that_breaks_is_not_sent_again() -> 
         assert server.opened == 1
 
 
-async def test_the_caller_sees_each_connection_before_the_request_is_sent() -> None:
-    async with EmulatedNode() as node:
-        pool = pool_of(node, stale_seconds=HOWEVER_SLOW)
-        await ask(pool)
-        node.faults.set("stale", path="*")
-        seen: list[NodeConnection] = []
-        connection = await exchanged(pool, on_connected=seen.append)
-        assert len(seen) == 2
-        assert seen[-1] is connection
-        connection.close()
-        pool.close()
-
-
-async def test_a_caller_that_gives_up_before_sending_closes_the_connection() -> None:
-    heard: list[bytes] = []
-
-    async def script(peer: Peer) -> None:
-        heard.append(await peer.reader.read())
-
-    def give_up(_: NodeConnection) -> None:
-        raise ConnectTimedOut
-
-    async with raw_server(script) as server:
-        with pytest.raises(ConnectTimedOut):
-            await exchanged(pool_of(server), on_connected=give_up)
-        await server.until(lambda: heard == [b""] and server.open == 0)
-
-
-async def test_a_connection_that_its_caller_leaves_unused_serves_the_next() -> None:
-    def leave(connection: NodeConnection) -> None:
-        connection.keep_unused()
+@pytest.mark.parametrize("unused", [False, True], ids=["closed", "kept for the next"])
+async def test_a_connection_whose_caller_gives_up_before_sending_is(unused: bool) -> None:
+    def give_up(connection: NodeConnection) -> None:
+        if unused:
+            connection.keep_unused()
         raise ConnectTimedOut
 
     async with raw_server(always(OK)) as server:
         pool = pool_of(server)
         with pytest.raises(ConnectTimedOut):
-            await exchanged(pool, on_connected=leave)
+            await exchanged(pool, on_connected=give_up)
+        await server.until(lambda: server.open == unused)
         await ask(pool)
-        assert pool.connections_opened == 1
+        assert pool.connections_opened == 2 - unused
         pool.close()
-
-
-async def test_a_head_that_does_not_come_in_time_closes_the_connection() -> None:
-    async def script(peer: Peer) -> None:
-        await peer.request()
-        await peer.reader.read()
-
-    async with raw_server(script) as server:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.05):
-                await exchanged(pool_of(server))
-        await server.until(lambda: server.open == 0)
 
 
 # Connecting.
 
 
-async def test_a_refused_connection_is_reported() -> None:
-    with nobody_listens() as port:
-        pool = ConnectionPool(NodeAddress("127.0.0.1", port, b"", b""))
-        with pytest.raises(ConnectFailed, match="The connection failed"):
-            await pool.connect(LIMIT)
-
-
-@pytest.mark.parametrize("name", ["no-such-node.invalid", "a" * 300])
-async def test_a_name_that_is_unknown_or_invalid_is_reported(name: str) -> None:
-    with pytest.raises(ConnectFailed):
-        await ConnectionPool(NodeAddress(name, 80, b"", b"")).connect(LIMIT)
-
-
-def full_listener() -> tuple[socket.socket, list[socket.socket]]:
+@pytest.fixture
+def dark() -> Iterator[NodeAddress]:
     """A listener whose queue is full: it accepts no connection."""
-    listener = socket.create_server(("127.0.0.1", 0), backlog=0)
-    waiting = []
-    for _ in range(8):
-        sock = socket.socket()
-        sock.setblocking(False)
-        sock.connect_ex(listener.getsockname())
-        waiting.append(sock)
-    return listener, waiting
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(8):
+            sock = stack.enter_context(socket.socket())
+            sock.setblocking(False)
+            sock.connect_ex(listener.getsockname())
+        yield NodeAddress("127.0.0.1", listener.getsockname()[1], b"", b"")
 
 
-async def test_a_connection_that_takes_too_long_is_reported_and_given_up() -> None:
-    listener, waiting = full_listener()
-    try:
-        pool = ConnectionPool(NodeAddress("127.0.0.1", listener.getsockname()[1], b"", b""))
-        with pytest.raises(ConnectTimedOut, match=r"0\.05 s"):
-            await pool.connect(0.05)
-    finally:
-        for sock in (listener, *waiting):
-            sock.close()
-
-
-async def test_a_cancelled_connect_leaves_no_socket_open() -> None:
-    listener, waiting = full_listener()
-    try:
-        pool = ConnectionPool(NodeAddress("127.0.0.1", listener.getsockname()[1], b"", b""))
-        connecting = asyncio.create_task(pool.connect(LIMIT))
-        await asyncio.sleep(0.02)
-        connecting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await connecting
-        # An open socket would cause a ResourceWarning, which is an error in tests.
-    finally:
-        for sock in (listener, *waiting):
-            sock.close()
+async def test_a_connect_that_takes_too_long_or_is_cancelled_leaves_no_socket_open(
+    dark: NodeAddress,
+) -> None:
+    pool = ConnectionPool(dark)
+    with pytest.raises(ConnectTimedOut, match=r"0\.05 s"):
+        await pool.connect(0.05)
+    connecting = asyncio.create_task(pool.connect(LIMIT))
+    await asyncio.sleep(0.02)
+    connecting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await connecting
+    # An open socket would cause a ResourceWarning, which is an error in tests.
 
 
 async def test_a_machine_without_descriptors_is_not_the_nodes_fault() -> None:
@@ -376,7 +218,7 @@ def spec(url: str, **more: Any) -> NodeSpec:
     return NodeSpec.model_validate({"name": "n", "url": url, **more})
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("url", "host", "port", "prefix", "authority"),
     [
         ("http://10.0.0.1:8080", "10.0.0.1", 8080, b"", b"10.0.0.1:8080"),
@@ -409,7 +251,7 @@ async def test_a_path_prefix_and_the_nodes_own_key_are_sent_and_no_proxy_is_used
     async with raw_server(script) as server:
         given = spec(f"http://127.0.0.1:{server.port}/llama/a")
         upstream = open_node_pool(given.model_copy(update={"api_key": SecretStr("s3cret")}))
-        assert (await pool_client(upstream).get("/health")).text == "hello"
+        assert await answered(upstream) == b"hello"
         upstream.close()
     assert heard[0].startswith(b"GET /llama/a/health HTTP/1.1\r\n")
     assert b"authorization: Bearer s3cret\r\n" in heard[0]
@@ -464,7 +306,7 @@ async def test_a_certificate_is_accepted_by_its_authority_and_name_or_unverified
     async with raw_server(always(OKAY), server_side) as server:
         upstream = tls_pool(server, **tls)
         for _ in range(3):
-            assert (await pool_client(upstream).get("/health")).text == "hello"
+            assert await answered(upstream) == b"hello"
         assert server.opened == 1
 
 
@@ -476,22 +318,7 @@ async def test_a_certificate_of_an_unknown_authority_or_another_name_is_rejected
     async with raw_server(always(OKAY), server_side) as server:
         with pytest.raises(ConnectFailed, match="certificate"):
             await tls_pool(server, **tls).connect(LIMIT)
-        with pytest.raises(httpx.ConnectError):
-            await pool_client(tls_pool(server, **tls)).get("/health")
         await server.until(lambda: server.open == 0)
-
-
-async def test_a_client_certificate_is_sent_to_a_node_that_asks_for_it(
-    ca: Path, authority: trustme.CA, server_side: ssl.SSLContext, tls_pool: OpenPool, tmp_path: Path
-) -> None:
-    own = authority.issue_cert("gateway.test")
-    own.cert_chain_pems[0].write_to_path(tmp_path / "own.pem")
-    own.private_key_pem.write_to_path(tmp_path / "own.key")
-    server_side.verify_mode = ssl.CERT_REQUIRED
-    authority.configure_trust(server_side)
-    async with raw_server(always(OKAY), server_side) as server:
-        tls = {"ca": str(ca), "cert": str(tmp_path / "own.pem"), "key": str(tmp_path / "own.key")}
-        assert (await pool_client(tls_pool(server, **tls)).get("/health")).text == "hello"
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from gateway.nodes.node import NodeState
-from gateway.transport.errors import ConnectFailed, ConnectTimedOut
+from gateway.transport.errors import ConnectFailed
 from gateway.transport.pool import ConnectionPool, NodeAddress
-from gateway.transport.resolver import MOST_ADDRESSES, Resolver, is_address
+from gateway.transport.resolver import MOST_ADDRESSES, Resolver
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway, until
 from tests.transport.raw import always, nobody_listens, raw_server
@@ -63,14 +63,6 @@ async def test_a_known_name_is_looked_up_again_in_the_background(resolver: FakeR
     await until(lambda: names.host("node").lookup is None)
     await names.addresses("node", LIMIT)
     await until(lambda: names.host("node").addresses == ("127.0.0.2",))
-
-
-async def test_an_address_needs_no_resolver(resolver: FakeResolver) -> None:
-    names = Resolver(resolver)
-    for address in ("127.0.0.1", "::1", "fe80::1%lo"):
-        assert await names.addresses(address, LIMIT) == (address,)
-    assert resolver.asked == []
-    assert not is_address("localhost")
 
 
 async def test_a_name_that_hangs_delays_no_other(resolver: FakeResolver) -> None:
@@ -160,12 +152,6 @@ async def test_after_a_failed_connection_the_name_is_looked_up_again(
         with pytest.raises(ConnectFailed):
             await pool.connect(LIMIT)
         await until(lambda: names.host("node").addresses == ("127.0.0.2",))
-
-
-async def test_a_name_that_is_never_resolved_fails_within_the_limit(resolver: FakeResolver) -> None:
-    pool = ConnectionPool(NodeAddress("dark", 80, b"", b""), Resolver(resolver))
-    with pytest.raises((ConnectFailed, ConnectTimedOut), match="can't be resolved"):
-        await pool.connect(0.1)
 
 
 async def test_a_fleet_lives_with_a_resolver_that_hangs(tmp_path: Path) -> None:

@@ -3,134 +3,98 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import math
-import socket
-import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 
 import pytest
-import uvloop
 
 from gateway.config.listeners import LimitSettings
 from gateway.http.exchange import HttpExchange
 from gateway.http.protocol import BoundedProtocol, protocol_class
 from gateway.request.routes import Route
-from gateway.transport.connection import TURN_SECONDS, NodeConnection, TurnBoundProtocol, TurnLimit
+from gateway.transport.connection import TURN_SECONDS, NodeConnection, TurnLimit
 from tests.http.recorded_transport import RecordedTransport
 from tests.transport.raw import Silent
 
-SOCKETS = 400
-WORK = 0.0002
-"""Seconds of CPU time that each burst's part takes."""
-
-MOST = 0.05
-"""Seconds of CPU time of the longest turn, whatever comes."""
+CONNECTIONS = 100
+PART = 0.001
+"""Seconds that each burst's part takes, of a turn of `TURN_SECONDS`."""
 
 PARTS = (b"1\r\na\r\n", b"1\r\nb\r\n", b"0\r\n\r\n")
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 REQUEST = b"POST /v1/embeddings HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}"
 
 
-def work() -> None:
-    until = time.thread_time() + WORK
-    while time.thread_time() < until:
-        pass
+@dataclass
+class Work:
+    """What is done of a burst, by a clock that nothing else moves."""
 
+    seconds: float = 0.0
+    done: int = 0
+    turn: TurnLimit = field(init=False)
 
-class Burst:
-    """Sockets, of which all bring something at once, and the turns that it takes."""
+    def __post_init__(self) -> None:
+        self.turn = TurnLimit(clock=lambda: self.seconds)
 
-    def __init__(self, seconds: float) -> None:
-        self.turn = TurnLimit(seconds=seconds)
-        self.peers: list[socket.socket] = []
-        self.longest = 0.0
-        self._last = 0.0
+    def do(self) -> None:
+        self.seconds += PART
+        self.done += 1
 
-    async def connect(self, make: Callable[[], asyncio.Protocol]) -> None:
-        loop = asyncio.get_running_loop()
-        for _ in range(SOCKETS):
-            ours, peer = socket.socketpair()
-            self.peers.append(peer)
-            await loop.connect_accepted_socket(make, ours)
-
-    async def bring(self, data: bytes, done: Callable[[], bool]) -> None:
-        """Send this on all sockets, and go on until it is dealt with."""
-        for peer in self.peers:
-            peer.send(data)
-        self._last = time.thread_time()
-        while not done():
+    async def bring(self, receive: Iterable[Callable[[bytes], None]], data: bytes) -> None:
+        """Bring this to all of them in one turn, and go on until it is dealt with."""
+        goal = self.done + CONNECTIONS
+        for one in receive:
+            one(data)
+        turns = [self.done]
+        while self.done < goal:
             await asyncio.sleep(0)
-            now = time.thread_time()
-            self.longest, self._last = max(self.longest, now - self._last), now
-
-    def close(self) -> None:
-        for peer in self.peers:
-            peer.close()
+            turns.append(self.done)
+        longest = max(after - before for before, after in pairwise([goal - CONNECTIONS, *turns]))
+        assert longest * PART <= 3 * TURN_SECONDS
+        assert len(turns) < 2 * CONNECTIONS * PART / TURN_SECONDS, "waiting costs much"
 
 
-@contextlib.contextmanager
-def running(seconds: float) -> Iterator[tuple[asyncio.Runner, Burst]]:
-    burst = Burst(seconds)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        try:
-            yield runner, burst
-        finally:
-            burst.close()
-
-
-async def from_nodes(burst: Burst) -> None:
-    loop = asyncio.get_running_loop()
-    texts: dict[NodeConnection, bytes] = {}
-    taken = 0
-
-    def make() -> NodeConnection:
-        connection = NodeConnection(loop, turn=burst.turn)
-        texts[connection] = b""
-        return connection
+async def test_a_burst_from_nodes_is_worked_on_in_turns_that_are_short() -> None:
+    work, loop = Work(), asyncio.get_running_loop()
+    connections = [NodeConnection(loop, turn=work.turn) for _ in range(CONNECTIONS)]
+    texts = dict.fromkeys(connections, b"")
 
     def take(connection: NodeConnection) -> bool:
-        nonlocal taken
-        work()
-        taken += 1
+        work.do()
         texts[connection] += connection.read_nowait()
         return not connection.complete
 
-    await burst.connect(make)
-    for connection in texts:
+    for connection in connections:
+        connection.connection_made(Silent())
         connection.send(b"")
         connection.wait_for_data(partial(take, connection))
-    for number, part in enumerate((HEAD, *PARTS), 1):
-        await burst.bring(part, lambda: taken == number * SOCKETS)  # noqa: B023
+    for part in (HEAD, *PARTS):
+        await work.bring([one.data_received for one in connections], part)
     assert set(texts.values()) == {b"ab"}
-    assert all(connection.complete for connection in texts)
+    assert all(connection.complete for connection in connections)
 
 
-async def from_clients(burst: Burst) -> None:
-    served = 0
+async def test_a_burst_from_clients_is_worked_on_in_turns_that_are_short() -> None:
+    work = Work()
 
     async def serve(_: Route, exchange: HttpExchange) -> None:
-        nonlocal served
-        work()
-        served += 1
+        work.do()
         exchange.respond(200, b"", exchange.take_body())
-
-    limits = LimitSettings(connections=2 * SOCKETS)
-    protocol = protocol_class(limits, serve, turn=burst.turn)
-    connections: set[BoundedProtocol] = set()
-    tasks: set[asyncio.Task[None]] = set()
 
     async def nothing(*_: object) -> None: ...
 
-    await burst.connect(lambda: protocol(nothing, 60, connections, tasks))
-    for goal in (SOCKETS, 2 * SOCKETS, 3 * SOCKETS):
-        await burst.bring(REQUEST, lambda: served == goal)  # noqa: B023
-    for peer in burst.peers:
-        assert peer.recv(4096).count(b"HTTP/1.1 200 OK\r\n") == 3
-    for connection in list(connections):
-        connection.transport.abort()
-    await asyncio.sleep(0)
+    protocol = protocol_class(LimitSettings(connections=2 * CONNECTIONS), serve, turn=work.turn)
+    connections = [protocol(nothing, 60, set(), set()) for _ in range(CONNECTIONS)]
+    transports = [RecordedTransport() for _ in connections]
+    for connection, transport in zip(connections, transports, strict=True):
+        connection.connection_made(transport)
+    for _ in range(3):
+        await work.bring([one.data_received for one in connections], REQUEST)
+    for connection, transport in zip(connections, transports, strict=True):
+        assert transport.sent.count(b"HTTP/1.1 200 OK\r\n") == 3
+        connection.connection_lost(None)
 
 
 async def test_what_waits_is_received_before_the_end_of_its_connection() -> None:
@@ -185,43 +149,3 @@ async def test_a_request_that_waits_is_served_before_its_connection_ends(
     end(connection)
     assert transport.sent.startswith(b"HTTP/1.1 200 OK")
     connection.connection_lost(None)
-
-
-async def test_a_connection_is_aborted_if_work_on_what_waited_fails() -> None:
-    class Broken(TurnBoundProtocol):
-        def _receive(self, data: bytes) -> None:
-            raise ValueError(data)
-
-    transport, turn = RecordedTransport(), TurnLimit(seconds=-1)
-    connection = Broken(turn)
-    connection.connection_made(transport)
-    connection.transport = transport
-    connection._hold(b"x")
-    assert transport.paused
-    with pytest.raises(ValueError, match="x"):
-        connection._receive_late()
-    assert transport.is_closing(), "it would be silent until a time-out"
-
-
-TRIES = 5  # runs of a burst, until one shows what waiting costs
-
-
-@pytest.mark.parametrize("side", [from_nodes, from_clients])
-def test_a_burst_is_worked_on_in_turns_that_are_short(
-    side: Callable[[Burst], Coroutine[None, None, None]],
-) -> None:
-    ratios = []
-    for _ in range(TRIES):
-        spent = {}
-        for seconds in (math.inf, TURN_SECONDS):
-            with running(seconds) as (runner, burst):
-                began = time.thread_time()
-                runner.run(side(burst))
-                spent[seconds] = time.thread_time() - began
-                is_bounded = burst.longest < MOST
-                assert is_bounded == (seconds < math.inf), burst.longest
-        ratios.append(spent[TURN_SECONDS] / spent[math.inf])
-        if ratios[-1] < 2:
-            return
-    # Beside much other work one run of the two may take a multiple, but not each time.
-    pytest.fail(f"waiting costs much: {ratios}")
