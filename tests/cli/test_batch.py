@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import csv
 import json
 import os
@@ -10,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,12 +22,15 @@ from gateway.cli.batch import describe, end_by
 from gateway.cli.terminal import CommandFailed
 from tests.cli.batch_api import BatchApi, batch_api
 from tests.cli.running import LIMIT, output, refusal, run
+from tests.emulator import EmulatedNode
+from tests.gateway_processes import serving
+from tests.known import known
 
 CHAT = "/v1/chat/completions"
 
 
-def line(custom_id: str, content: str = "hello") -> str:
-    body = {"model": "m", "messages": [{"role": "user", "content": content}]}
+def line(custom_id: str, content: str = "hello", model: str = "m") -> str:
+    body = {"model": model, "messages": [{"role": "user", "content": content}]}
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": CHAT, "body": body})
 
 
@@ -65,6 +71,11 @@ def test_submit_prints_the_id_and_says_how_to_follow(api: BatchApi, lines: Path)
     shown = run("batch", "show", "batch_0").out
     assert "metadata:       a=b" in shown
     assert "cost:           0.25" in shown
+    assert "paused (by its owner)" in output("batch", "pause", "batch_0")
+    assert "paused" not in output("batch", "resume", "batch_0")
+    assert output("batch", "cancel", "batch_0").startswith("batch_0: cancelled, ")
+    told = refusal("batch", "cancel", "batch_0", status=1)
+    assert "Cannot cancel a batch with status 'cancelled'" in told
 
 
 def test_waiting_writes_the_output_and_shows_progress(api: BatchApi, lines: Path) -> None:
@@ -229,9 +240,7 @@ def test_a_starved_batch_tells_why_and_when(api: BatchApi, lines: Path) -> None:
     assert "expected start: about" in shown
     assert "if it has all slots of its nodes from then on" in shown
     assert "callers_first" in run("batch", "list").out
-    told = describe(batch, now)
-    assert told.startswith("in progress, 0 of 5 done, waits since ")
-    assert "(Callers' requests go first: they have the slots, or wait for them)" in told
+    assert describe(batch, now).startswith("in progress, 0 of 5 done, waits since ")
 
 
 def test_fetch_before_the_end_needs_partial(api: BatchApi, lines: Path) -> None:
@@ -269,17 +278,66 @@ def test_the_key_of_the_environment_is_used_and_never_shown(
     assert "sk-wrong" not in refusal("batch", "list", status=1)
 
 
-# The progress of a batch in words.
-
-
 def test_the_end_of_a_batch_decides_the_command() -> None:
-    end_by({"status": "in_progress", "request_counts": {}})
-    end_by({"status": "completed", "request_counts": {"total": 1, "completed": 1, "failed": 0}})
     counts = {"total": 10, "completed": 8, "failed": 2}
-    with pytest.raises(CommandFailed, match="2 of 10 lines failed"):
-        end_by({"status": "completed", "request_counts": counts})
-    with pytest.raises(CommandFailed, match="batch_1 expired"):
-        end_by({"id": "batch_1", "status": "expired"})
     errors = {"data": [{"message": "The input file is empty."}]}
-    with pytest.raises(CommandFailed, match="batch_1 failed: The input file is empty"):
-        end_by({"id": "batch_1", "status": "failed", "errors": errors})
+    end_by({"status": "in_progress", "request_counts": {}})
+    end_by({"status": "completed", "request_counts": {**counts, "failed": 0}})
+    for ended, told in (
+        ({"status": "completed", "request_counts": counts}, "2 of 10 lines failed"),
+        ({"id": "batch_1", "status": "expired"}, "batch_1 expired"),
+        ({"id": "batch_1", "status": "failed", "errors": errors}, "The input file is empty"),
+    ):
+        with pytest.raises(CommandFailed, match=told):
+            end_by(ended)
+
+
+# Over a real gateway.
+
+
+async def until_told(process: Process, words: str) -> None:
+    """Read what a command tells up to these words."""
+    told = ""
+    async with asyncio.timeout(LIMIT):
+        while words not in told:
+            one = await known(process.stderr).readline()
+            assert one, f"it has ended without '{words}':\n{told}"
+            told += one.decode()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_a_gateway_that_is_killed_and_restarted_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    expected = [f"line {number}" for number in range(60)]
+    (tmp_path / "lines.jsonl").write_text(
+        "".join(f"{line(one, model='demo')}\n" for one in expected)
+    )
+    async with EmulatedNode(slots=2, decode_tps=100.0, answer_tokens=20) as node:
+        async with serving(tmp_path, node) as gateway:
+            url = gateway.url
+            waiting = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "gateway", "batch", "submit", "lines.jsonl", "--wait",
+                "--retry-for", "100", stdin=DEVNULL, stdout=PIPE, stderr=PIPE,
+                env={**os.environ, "LLAMA_GATEWAY_URL": url},
+            )  # fmt: skip
+            await until_told(waiting, "in progress")
+            await gateway.kill()
+        again = {"listen": {"port": int(url.rpartition(":")[2])}}
+        try:
+            await until_told(waiting, "trying again for up to 100 s")
+            async with serving(tmp_path, node, settings=again):
+                await until_told(waiting, "the gateway answers again")
+                out, err = await asyncio.wait_for(waiting.communicate(), LIMIT)
+                id_ = out.decode().strip()
+                await asyncio.to_thread(output, "batch", "fetch", id_, "--url", url)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                waiting.kill()
+    assert (waiting.returncode, b"60 of 60 done" in err) == (0, True), err
+    written = (tmp_path / "lines.out.jsonl").read_text()
+    found = [json.loads(one)["custom_id"] for one in written.splitlines()]
+    assert sorted(found) == sorted(expected)
+    assert (tmp_path / f"{id_}.out.jsonl").read_text() == written

@@ -24,8 +24,6 @@ from gateway.cli.batch_files import (
     PreparedInput,
     Problems,
     check_request,
-    create_fields,
-    custom_id_of,
     error_of,
     file_name_of,
     parse_template,
@@ -172,17 +170,6 @@ def test_options_that_do_not_fit_are_wrong_usage(
     assert (error.value.status in {1, 2}, told in str(error.value)) == (True, True), error
 
 
-def test_metadata_is_pairs() -> None:
-    assert create_fields("2h", ["a=b=c", "d="]) == {
-        "completion_window": "2h",
-        "metadata": {"a": "b=c", "d": ""},
-    }
-    assert create_fields("2h", []) == {"completion_window": "2h"}
-    for pairs in (["a"], ["=b"], ["a=b", "a=c"]):
-        with pytest.raises(CommandFailed):
-            create_fields("2h", pairs)
-
-
 # Templates.
 
 
@@ -240,14 +227,6 @@ MESSAGE = {"type": "message", "content": [{"text": "two "}, {"text": "parts"}]}
 def test_the_text_of_each_api(body: object, text: str) -> None:
     assert text_of(answered(body)) == text
     assert error_of(answered(body)) == ""
-
-
-def test_why_a_line_has_no_result() -> None:
-    refused = answered({"error": {"code": "model_not_found", "message": "No such."}}, 404)
-    assert (text_of(refused), error_of(refused)) == ("", "model_not_found: No such.")
-    assert error_of(answered("?", 502)) == "status 502"
-    never_run = {"custom_id": None, "response": None, "error": {"code": "broken", "line": 7}}
-    assert (error_of(never_run), custom_id_of(never_run)) == ("broken", "line 7")
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 
 import pytest
 
-from gateway.cli.batch import upload_name
-from gateway.cli.batch_files import CHAT, PreparedInput
 from gateway.cli.client import GatewayAway, GatewayRefused, Patience, PublicFlags
 from gateway.cli.terminal import CommandFailed
 from tests.cli.batch_api import batch_api
@@ -79,25 +76,8 @@ def test_which_errors_are_worth_another_try(
         with pytest.raises(error) as raised:
             client.batch("batch_1")
         assert f"answers {status}: no" in str(raised.value)
-        if isinstance(raised.value, GatewayAway):
-            assert raised.value.retry_after == (7.0 if headers else None)
-
-
-def test_pages_of_batches_are_put_together() -> None:
-    with batch_api() as api, PublicFlags(url=api.url).connect() as client:
-        for number in range(3):
-            api.batches[f"batch_{number}"] = {"id": f"batch_{number}"}
-        assert [one["id"] for one in client.batches(2)] == ["batch_2", "batch_1"]
-
-
-def test_a_server_that_is_no_gateway_is_told() -> None:
-    with batch_api() as api, PublicFlags(url=api.url).connect() as client:
-        api.batches["batch_1"] = ["no", "object"]  # type: ignore[assignment]
         api.answer = lambda *_: (200, b"<html>")  # type: ignore[method-assign]
         with pytest.raises(CommandFailed, match="is no gateway with /v1/batches"):
             client.batch("batch_1")
-
-
-def test_an_upload_is_called_by_its_bytes() -> None:
-    found = PreparedInput(io.BytesIO(), 'my "lines"\n', CHAT, sha256="0123456789abcdef0000")
-    assert upload_name(found) == "my _lines__-0123456789abcdef.jsonl"
+        if isinstance(raised.value, GatewayAway):
+            assert raised.value.retry_after == (7.0 if headers else None)

@@ -89,25 +89,6 @@ def test_a_key_is_rotated_and_revoked_in_the_store(alone: Path) -> None:
     assert "revoked for good" in refusal("keys", "rotate", "alice", status=1)
 
 
-def test_a_key_s_class_models_group_and_end_are_stored(alone: Path) -> None:
-    ran = run(
-        *("keys", "create", "--name", "alice", "--class", "premium", "--models", "mistral-7b, b"),
-        *("--model", "c", "--group", "team", "--expires", "90d", "--trust-user-headers"),
-        *("--user-rpm", "6", "--concurrency", "2", "--prompt-tokens", "4000", "--json"),
-    )
-    key = json.loads(ran.out)
-    assert key["key"].startswith(f"lg_{key['id']}_")
-    assert (key["class"], key["max_class"], key["group"]) == ("premium", "premium", "team")
-    assert key["models"] == ["c", "mistral-7b", "b"]
-    assert key["user_limits"]["rpm"] == 6
-    assert key["limits"]["concurrency"] == 2
-    assert key["expires"] is not None
-    assert "declares the model 'c'" in ran.err
-    assert "'mistral-7b'" not in ran.err
-    assert "warning" not in run("keys", "set", "alice", "--rpm", "7").err
-    assert "declares the model 'd'" in run("keys", "set", "alice", "--models", "d").err
-
-
 def shown(name: str) -> dict[str, Any]:
     """A key's rights: what is left of a minute's limit changes by itself."""
     found: dict[str, Any] = json.loads(run("keys", "show", name, "--json").out)
@@ -120,40 +101,38 @@ PRIVATE = (
 )
 
 
-def test_what_a_key_says_of_prompt_caches_is_stored_and_changed_one_by_one(alone: Path) -> None:
-    ran = run("keys", "create", "--name", "a", *PRIVATE)
-    assert "cache: hide yes, isolate key, nodes tenant=a,zone=b, prompt_cache no" in ran.out
-    whole = {"hide": True, "isolate": "key", "prompt_cache": False}
-    assert shown("a")["cache"] == {**whole, "nodes": {"tenant": "a", "zone": "b"}}
-    entry = json.loads(run("keys", "create", "--name", "b", *PRIVATE, "--print", "--json").out)
-    assert entry["cache"] == shown("a")["cache"]
-
-    assert run("keys", "set", "a", "--cache-nodes", "zone=c", "--no-cache-hide").status == 0
-    assert shown("a")["cache"] == {**whole, "nodes": {"zone": "c"}, "hide": False}
-    assert run("keys", "set", "a", "--cache-nodes", "all").status == 0
-    assert shown("a")["cache"]["nodes"] == {}
-    run("keys", "set", "a", "--unset", "cache-nodes,cache-hide", "--unset", "prompt-cache")
-    assert shown("a")["cache"] == {**dict.fromkeys([*whole, "nodes"]), "isolate": "key"}
-    run("keys", "set", "a", "--unset", "cache")
-    assert shown("a")["cache"] is None
-
-
-def test_a_stored_key_is_changed_and_keeps_its_secret(alone: Path) -> None:
-    run("keys", "create", "--name", "a", "--rpm", "5", "--tpm", "900", "--expires", "1d")
-    before = shown("a")
+def test_the_rights_of_a_key_are_stored_and_changed_one_by_one(alone: Path) -> None:
     ran = run(
-        *("keys", "set", "a", "--name", "b", "--rpm", "6", "--unset", "tpm,expires"),
-        *("--class", "premium", "--max-class", "urgent", "--models", "mistral-7b"),
+        *("keys", "create", "--name", "alice", "--class", "premium", "--models", "mistral-7b, b"),
+        *("--model", "c", "--group", "team", "--expires", "90d", "--trust-user-headers"),
+        *("--user-rpm", "6", "--concurrency", "2", "--tpm", "900", *PRIVATE, "--json"),
     )
-    assert ran.out == (f"b (id {before['id']}): at most class urgent; models mistral-7b; rpm 6\n")
+    key = json.loads(ran.out)
+    assert key["key"].startswith(f"lg_{key['id']}_")
+    assert "declares the model 'c'" in ran.err
+    assert "'mistral-7b'" not in ran.err
+    before = shown("alice")
+    assert (before["class"], before["max_class"], before["group"]) == (*["premium"] * 2, "team")
+    assert (before["models"], before["user_limits"]["rpm"]) == (["c", "mistral-7b", "b"], 6)
+    assert (before["limits"]["concurrency"], before["limits"]["tpm"]) == (2, 900)
+    whole = {"hide": True, "isolate": "key", "prompt_cache": False}
+    assert before["cache"] == {**whole, "nodes": {"tenant": "a", "zone": "b"}}
+
+    ran = run(
+        *("keys", "set", "alice", "--name", "b", "--concurrency", "6", "--max-class", "urgent"),
+        *("--unset", "tpm,expires,user-rpm", "--cache-nodes", "zone=c", "--no-cache-hide"),
+    )
+    assert ran.out.startswith(f"b (id {before['id']}): class premium, at most urgent; models ")
     after = shown("b")
     assert (after["id"], after["created_at"]) == (before["id"], before["created_at"])
-    assert (after["class"], after["expires"]) == ("premium", None)
-    assert {name: value for name, value in after["limits"].items() if value is not None} == {
-        "rpm": 6
-    }
-    assert run("keys", "set", "b", "--unset", "models", "--unset", "limits").status == 0
-    assert (shown("b")["models"], shown("b")["limits"]) == (None, None)
+    assert (after["max_class"], after["expires"], after["user_limits"]) == ("urgent", None, None)
+    assert {limit for limit in after["limits"].values() if limit is not None} == {6}
+    assert after["cache"] == {**whole, "nodes": {"zone": "c"}, "hide": False}
+    assert run("keys", "set", "b", "--cache-nodes", "all", "--unset", "cache-hide").status == 0
+    assert shown("b")["cache"] == {**whole, "nodes": {}, "hide": None}
+    assert run("keys", "set", "b", "--unset", "models", "--unset", "limits,cache").status == 0
+    bare = shown("b")
+    assert (bare["models"], bare["limits"], bare["cache"]) == (None, None, None)
 
 
 @each_case(

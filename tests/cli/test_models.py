@@ -82,11 +82,3 @@ async def test_a_router_s_models_are_shown_loaded_unloaded_and_pinned(tmp_path: 
     assert json.loads(unloaded.out)["state"] in {"unloading", "unloaded"}
     assert unknown.status == 1
     assert "has no model 'bb'" in unknown.err
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [("pause",), ("list", "demo"), ("load", "demo"), ("unpin",), ("pause", "demo", "node")],
-)
-def test_wrong_usage_is_2(arguments: tuple[str, ...]) -> None:
-    assert run("models", *arguments).status == 2

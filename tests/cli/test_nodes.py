@@ -64,24 +64,6 @@ def test_the_fleet_is_a_table_that_a_pipe_does_not_fold(api: AdminApi) -> None:
     assert json.loads(run_nodes(api, "--json").out) == {"nodes": list(api.nodes.values())}
 
 
-def test_the_machines_of_a_cluster_are_shown_below_the_nodes(api: AdminApi) -> None:
-    edge = {"name": "gw-a/edge-1", "ready": True, "streams": 3, "cpu_share": 0.25}
-    member = {
-        "name": "gw-a", "role": "leader", "address": "10.0.0.1:8090", "version": "1.0",
-        "heard_seconds": 0.0, "cores": 8, "edges": [edge, edge | {"ready": False}],
-    }  # fmt: skip
-    unheard = {**member, "name": "gw-b", "role": "unknown", "heard_seconds": None, "edges": []}
-    api.add("a")
-    api.cluster = {"name": "prod", "members": [member, unheard]}
-    told = [line.split() for line in run_nodes(api).out.splitlines()[3:]]
-    assert told == [
-        ["MEMBER", "ROLE", "ADDRESS", "HEARD", "EDGES", "STREAMS", "CPU", "VERSION"],
-        ["gw-a", "leader", "10.0.0.1:8090", "0.0", "s", "ago", "1/2", "6", "0.50/8", "1.0"],
-        ["gw-b", "unknown", "10.0.0.1:8090", "-", "0/0", "0", "0.00/8", "1.0"],
-    ]
-    assert "MEMBER" not in run_nodes(api, "--json").out
-
-
 def test_text_from_a_node_can_t_control_the_terminal(api: AdminApi) -> None:
     api.add("a", models=["evil\x1b[2J\nname"], reason="[red]not markup[/]", state="down")
     ran = run_nodes(api)
@@ -373,10 +355,3 @@ def test_a_failure_stops_no_other_and_is_told(fleet: AdminApi) -> None:
     assert [one["name"] for one in answer["nodes"]] == ["a0", "b0"]
     (failed,) = answer["failed"]
     assert (failed["name"], "It broke." in failed["error"]) == ("a1", True)
-
-
-def test_a_probe_of_a_group_fails_for_those_that_do_not_answer(fleet: AdminApi) -> None:
-    fleet.nodes["b1"]["state"] = "down"
-    ran = run_nodes(fleet, "probe", "--host", "epyc-b")
-    assert ran.status == 1
-    assert "1 of 2 nodes failed: b1: it does not answer" in ran.err

@@ -9,25 +9,8 @@ from gateway.cli.progress import (
     DownloadProgress,
     StartupProgress,
     StatusProgress,
-    describe_download,
 )
 from gateway.local.server import ServerEvent
-
-
-def test_each_event_of_a_start_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with StartupProgress(["one"]) as progress:
-        progress.show(ServerEvent("one", "started", "http://127.0.0.1:8081"))
-        progress.show(ServerEvent("one", "loading"))
-        progress.show(ServerEvent("one", "exited", "killed by SIGKILL", 0.5))
-        progress.show(ServerEvent("one", "ready", seconds=2.04))
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert [line.strip() for line in shown.err.splitlines() if line.strip()] == [
-        "one: started on http://127.0.0.1:8081",
-        "one: loading the model",
-        "one: killed by SIGKILL, restarts in 0.5 s",
-        "one: ready after 2.0 s",
-    ]
 
 
 def test_after_the_start_a_server_that_exits_and_returns_is_logged(
@@ -59,16 +42,6 @@ def test_a_batch_is_a_line_for_each_new_status_and_now_and_then(
     lines = capsys.readouterr().err.splitlines()
     assert 4 <= len(lines) <= 8
     assert (lines[0], lines[-1]) == ("batch_1: 0 done", "batch_1: completed")
-
-
-def test_a_download_says_how_much_how_fast_and_how_long() -> None:
-    gib = 1 << 30
-    assert describe_download(gib, 4 * gib, gib, 64.0) == (
-        "1.0 GiB of 4.0 GiB (25%), 16.0 MiB/s, about 3 min left"
-    )
-    assert describe_download(3 * gib, 4 * gib, gib, 16.0).endswith("about 16 s left")
-    assert describe_download(gib, None, gib, 64.0) == "1.0 GiB, 16.0 MiB/s"
-    assert describe_download(0, gib, 0, 0.0) == "0 MiB of 1.0 GiB (0%), 0.0 MiB/s"
 
 
 def test_a_download_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import pytest
 import trustme
 
 import gateway.app.assembly
-from gateway.app.startup import Options, StartError
+from gateway.app.startup import Options
 from tests.cli.running import Ran, refusal, run
 from tests.emulator import EmulatedNode
 from tests.servers import spawn_demo_server, stop_demo_server, wait_for_demo_server
@@ -41,14 +41,6 @@ def test_edges_are_a_number_or_auto(given: list[Options]) -> None:
         for command in ("serve", "check"):
             assert "a number up to 64, or auto" in refusal(command, "--edges", word)
     assert not given
-
-
-def test_a_start_error_is_one_line_on_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: Options) -> int:
-        raise StartError("the port is taken", 1)
-
-    monkeypatch.setattr(gateway.app.assembly, "run", refuse)
-    assert run("serve") == Ran(1, "", "error: the port is taken\n")
 
 
 def test_a_flag_beats_the_environment(

@@ -17,7 +17,6 @@ from gateway.cli.top.fleet import (
     request_lines,
     slots_drawn,
 )
-from gateway.cli.why import explained
 from tests.cli.local_server import Answer, answering
 from tests.cli.running import run
 
@@ -136,13 +135,6 @@ def test_nodes_that_need_a_look_come_first_and_other_columns_sort_by_value() -> 
     assert slots_drawn({"cells": "f" * 20}) == "········+"
 
 
-def test_a_filter_takes_all_its_words_from_any_column() -> None:
-    shown = picture(nodes=NODES)
-    assert [line.key for line in node_lines(shown, words="EAST ready")] == ["a", "c"]
-    assert node_lines(shown, words="east refused") == []
-    assert [line.key for line in node_lines(shown, words="numa=0 rack=b")] == ["a"]
-
-
 def test_what_nodes_and_clients_name_themselves_stays_text() -> None:
     evil = "\x1b[31m[bold]x\n\x07"
     nodes = [{"name": evil, "state": evil, "reason": evil}]
@@ -151,22 +143,6 @@ def test_what_nodes_and_clients_name_themselves_stays_text() -> None:
     cells = [cell for line in node_lines(shown) + request_lines(shown) for cell in line.cells]
     assert all(cell.isprintable() for cell in cells)
     assert any("[bold]x" in cell for cell in cells)
-
-
-EXPLAINED = {"request_id": "r", "state": "finished", "summary": "It ran.", "seconds": 1.0}
-
-
-def test_a_request_has_its_keys_name_before_its_id() -> None:
-    requests = [
-        {"id": "a", "received_at": 1.0, "caller": "k1", "caller_name": "Alice"},
-        {"id": "b", "received_at": 2.0, "caller": "k2", "caller_name": "k2"},
-        {"id": "c", "received_at": 3.0, "caller": "anonymous:::1", "caller_name": None},
-    ]
-    lines = request_lines(picture(requests=requests[::-1]))
-    assert [line.key for line in lines] == ["a", "b", "c"], "the oldest first"
-    assert [line.cells[8] for line in lines] == ["Alice (k1)", "k2", "anonymous:::1"]
-    told = explained({"requests": [{**EXPLAINED, **requests[0]}]})
-    assert ["caller Alice (k1)" in str(line) for line in told if "caller" in str(line)] == [True]
 
 
 def test_the_headline_tells_the_gateway_in_one_line() -> None:
