@@ -59,6 +59,7 @@ def test_submit_prints_the_id_and_says_how_to_follow(api: BatchApi, lines: Path)
     checked = json.loads(output("batch", "submit", "lines.jsonl", "--check", "--json"))
     assert (checked["lines"], checked["problems"], checked["models"]) == (5, 0, ["m"])
     assert api.requests == []
+    api.lines_per_look = 0
     ran = run("batch", "submit", "lines.jsonl", "--window", "2h", "--metadata", "a=b")
     assert (ran.status, ran.out) == (0, "batch_0\n")
     assert "5 lines for /v1/chat/completions (m)" in ran.err

@@ -87,7 +87,7 @@ def test_a_version_comes_back_and_what_was_there_is_kept(folder: Path) -> None:
     assert file.read_text() == "queue: {max: 55}\n"
     assert back["version"] == kept
     unknown = settings(folder, "rollback", "gateway-2025")
-    assert (unknown.status, OLD in unknown.err) == (2, True)
+    assert (unknown.status, kept in unknown.err) == (2, True)
     (folder / "nodes.yaml").unlink()
     assert "nodes.yaml is gone" in settings(folder, "history").err
     assert settings(folder, "rollback", "nodes").status == 0

@@ -18,21 +18,20 @@ from gateway.local.memory import (
     MOST_CHECKPOINTS,
     PlacedServer,
     ServerSettings,
-    check_memlock,
     check_memory,
     compute_bytes,
-    format_gib,
     memlock_limit,
     repacked_types,
     server_memory,
     server_needs,
     weights_by_type,
 )
-from gateway.local.plan import LocalFleetPlan, plan_local_fleet
+from gateway.local.plan import plan_local_fleet
 from gateway.local.topology import Topology, read_topology
 from tests.each_case import each_case
 from tests.known import known
 from tests.local.machine import make_machine, two_sockets_with_smt
+from tests.local.machine import write as write_file
 from tests.workshop.fit.random_models import Recipe, write
 
 GIB = 1 << 30
@@ -68,19 +67,10 @@ def test_servers_must_leave_two_gib_or_are_refused_with_figures_and_the_remedy(
     with pytest.raises(MemoryShortError) as caught:
         check_memory(replace(machine, memory_available=GIB), bound([None]))
     assert "fewer" not in str(caught.value), "it is no remedy for one"
-
-
-def test_a_bound_server_must_fit_into_its_node(machine: Topology) -> None:
+    # One whose memory is bound must fit into its node.
     check_memory(machine, bound([0, 1]))  # 15 of 24 GiB on each
     with pytest.raises(MemoryShortError, match="NUMA node 1"):
         check_memory(machine, bound([1, 1]))
-    low = replace(machine.nodes[0], memory_available=16 * GIB)
-    with pytest.raises(MemoryShortError, match="NUMA node 0 has 16"):
-        check_memory(replace(machine, nodes=(low, machine.nodes[1])), bound([0, 1]))
-
-
-def test_sizes_for_people() -> None:
-    assert (format_gib(3_892_256), format_gib(3 * GIB // 2)) == ("4 MiB", "1.5 GiB")
 
 
 def test_a_known_shape_tells_what_a_server_needs_else_the_rule_of_thumb(
@@ -184,14 +174,15 @@ def test_copied_weights_count_twice_as_resident_and_once_as_needed(tmp_path: Pat
     assert mapped.resident == mapped.needed + mapped.mapped_twice
     apart = server_memory(found, replace(ONE, repacked=AVX2, mapped=False))
     assert apart.resident == apart.needed == mapped.needed
-
-
-def test_weights_that_a_processor_takes_as_they_are_count_once(tmp_path: Path) -> None:
+    # A processor takes some weights as they are.
     found = shape(tmp_path, weights=Type.Q8_0)
     assert server_memory(found, replace(ONE, repacked=AVX2)).mapped_twice == 0
     graviton = repacked_types({"asimd", "asimddp", "i8mm"})
     assert server_memory(found, replace(ONE, repacked=graviton)).mapped_twice > 0
     assert not repacked_types({"sse2"})
+    found = shape(tmp_path, width=48, heads=4, kv_heads=1, feed_forward=64)
+    with pytest.raises(UnknownShapeError, match="a row of 12 elements can't be of type q8_0"):
+        server_memory(found, replace(ONE, key_type="q8_0"))
 
 
 def test_prompts_that_cannot_be_rolled_back_are_kept_in_checkpoints(tmp_path: Path) -> None:
@@ -203,66 +194,50 @@ def test_prompts_that_cannot_be_rolled_back_are_kept_in_checkpoints(tmp_path: Pa
     assert endless == MOST_CHECKPOINTS * 5 * 512 * row
 
 
-def test_a_type_that_a_row_does_not_divide_into_is_refused(tmp_path: Path) -> None:
-    found = shape(tmp_path, width=48, heads=4, kv_heads=1, feed_forward=64)
-    with pytest.raises(UnknownShapeError, match="a row of 12 elements can't be of type q8_0"):
-        server_memory(found, replace(ONE, key_type="q8_0"))
-
-
 # Locked memory.
 
 
-LOCK = 1 << 14  # CAP_IPC_LOCK
-ALL_BUT_IT = (1 << 41) - 1 - LOCK
-LOCKED = ModelFile(Path("/models/m.gguf"), "m", 8 << 30, None)
+LOCK, UNITS = 1 << 14, 8 << 20  # CAP_IPC_LOCK; the hard limit of most units
 
 
-def machine_with_limits(
-    root: Path, *, hard: str = "8388608", uid: int = 1000, effective: int = 0, ambient: int = 0
-) -> Path:
-    home = root / "proc/self"
-    home.mkdir(parents=True)
-    (home / "status").write_text(
-        f"Name:\tpython3\nUid:\t{uid}\t{uid}\t{uid}\t{uid}\n"
-        f"CapEff:\t{effective:016x}\nCapAmb:\t{ambient:016x}\n"
+@each_case(
+    ("hard", "uid", "effective", "ambient", "limit"),
+    [
+        ("8388608", 1000, 0, 0, UNITS),
+        ("unlimited", 1000, 0, 0, None),
+        ("8388608", 0, LOCK, 0, None),
+        ("8388608", 0, (1 << 41) - 1 - LOCK, 0, UNITS),  # a container's root
+        ("8388608", 1000, LOCK, LOCK, None),  # a unit's AmbientCapabilities
+        ("8388608", 1000, LOCK, 0, UNITS),  # a file's capabilities end with exec
+    ],
+)
+def test_memory_may_be_locked_to_the_hard_limit_or_where_a_server_has_the_capability(
+    tmp_path: Path, hard: str, uid: int, effective: int, ambient: int, limit: int | None
+) -> None:
+    status = (
+        f"Uid:\t{uid}\t{uid}\t{uid}\t{uid}\nCapEff:\t{effective:016x}\nCapAmb:\t{ambient:016x}\n"
     )
-    (home / "limits").write_text(
-        "Limit                     Soft Limit           Hard Limit           Units     \n"
-        "Max open files            1024                 1048576              files     \n"
-        f"Max locked memory         65536                {hard:<21}bytes     \n"
-    )
-    return root
-
-
-def test_without_the_capability_the_hard_limit_holds_if_there_is_one(tmp_path: Path) -> None:
-    assert memlock_limit(machine_with_limits(tmp_path / "limited")) == 8 << 20
-    assert memlock_limit(machine_with_limits(tmp_path / "free", hard="unlimited")) is None
+    write_file(tmp_path, "proc/self/status", status)
+    limits = f"Max open files   1024 1048576 files\nMax locked memory   65536 {hard}  bytes\n"
+    write_file(tmp_path, "proc/self/limits", limits)
+    assert memlock_limit(tmp_path) == limit
     assert memlock_limit(tmp_path / "no proc") is None
 
 
-@pytest.mark.parametrize(
-    ("uid", "effective", "ambient", "free"),
-    [
-        (0, LOCK, 0, True),
-        (0, ALL_BUT_IT, 0, False),  # a container's root
-        (1000, LOCK, LOCK, True),  # a unit's AmbientCapabilities
-        (1000, LOCK, 0, False),  # a file's capabilities end with exec
-    ],
-)
-def test_the_capability_counts_where_a_server_will_have_it(
-    tmp_path: Path, uid: int, effective: int, ambient: int, free: bool
-) -> None:
-    root = machine_with_limits(tmp_path, uid=uid, effective=effective, ambient=ambient)
-    assert (memlock_limit(root) is None) == free
+def test_a_model_that_may_not_be_locked_starts_nothing(tmp_path: Path) -> None:
+    topology = read_topology(make_machine(tmp_path / "machine", [[[0]]]))
 
+    def locks(limit: int | None, mlock: bool = True) -> bool:
+        plan = plan_local_fleet(
+            cache=tmp_path, topology=topology, mlock=mlock, read_memlock_limit=lambda: limit
+        )
+        return plan.specs[0].mlock
 
-def test_a_limit_below_the_model_is_refused_with_the_remedy() -> None:
     with pytest.raises(LocalFleetError) as caught:
-        check_memlock(LOCKED, 8 << 20)
-    for word in ("/models/m.gguf", "8 MiB", "8.0 GiB", "prlimit", "CAP_IPC_LOCK", "--mlock"):
+        locks(1 << 20)
+    for word in ("demo-small-v2.gguf", "1 MiB", "4 MiB", "prlimit", "CAP_IPC_LOCK", "--mlock"):
         assert word in str(caught.value)
-    check_memlock(LOCKED, LOCKED.size)
-    check_memlock(LOCKED, None)
+    assert (locks(None), locks(8 << 20), locks(1, mlock=False)) == (True, True, False)
 
 
 def test_the_real_limits_of_a_process_are_read() -> None:
@@ -289,17 +264,3 @@ def test_launch_lets_a_server_lock_what_the_hard_limit_allows() -> None:
         check=True,
     )
     assert done.stdout == f"({hard}, {hard})\n"
-
-
-def test_a_model_that_may_not_be_locked_starts_nothing(tmp_path: Path) -> None:
-    topology = read_topology(make_machine(tmp_path / "machine", [[[0]]]))
-
-    def plan(limit: int | None) -> LocalFleetPlan:
-        return plan_local_fleet(
-            cache=tmp_path, topology=topology, mlock=True, read_memlock_limit=lambda: limit
-        )
-
-    with pytest.raises(LocalFleetError, match="1 MiB"):
-        plan(1 << 20)
-    assert plan(None).specs[0].mlock
-    assert not plan_local_fleet(cache=tmp_path, topology=topology).specs[0].mlock
