@@ -13,7 +13,6 @@ from gateway.local.cache import file_lock, models_in_use
 from gateway.local.cache_contents import (
     CacheEntry,
     cache_contents,
-    open_files,
     remove_entry,
 )
 from gateway.local.download import SourceRecord, part_path, write_record
@@ -60,7 +59,13 @@ def by_name(cache: Path) -> dict[str, CacheEntry]:
     return {entry.name: entry for entry in cache_contents(cache)}
 
 
-def test_models_parts_and_the_rest_are_told_apart_and_strange_files_left_alone(cache: Path) -> None:
+def test_models_parts_and_the_rest_are_told_apart_and_strange_files_left_alone(
+    cache: Path, tmp_path: Path
+) -> None:
+    # A link in the place of a download's folder is not followed.
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "mine.gguf").write_bytes(b"x")
+    (cache / "downloads" / ("f" * 16)).symlink_to(tmp_path / "elsewhere")
     found = by_name(cache)
     assert {name: entry.kind for name, entry in found.items()} == {
         "big.gguf": "model",
@@ -92,22 +97,11 @@ def test_models_parts_and_the_rest_are_told_apart_and_strange_files_left_alone(c
 
 def test_a_split_model_is_partial_until_all_its_files_are_there(cache: Path) -> None:
     key = "0" * 16
-    add(cache, key, "s-00001-of-00002.gguf", 100)
-    assert by_name(cache)["s-00001-of-00002.gguf"].kind == "partial"
-    add(cache, key, "s-00002-of-00002.gguf", 200)
-    assert by_name(cache)["s-00001-of-00002.gguf"].kind == "model"
+    for number, kind in ((1, "partial"), (2, "model")):
+        add(cache, key, f"s-0000{number}-of-00002.gguf", 100)
+        assert by_name(cache)["s-00001-of-00002.gguf"].kind == kind
     remove_entry(by_name(cache)["s-00001-of-00002.gguf"])
     assert not (cache / "downloads" / key).exists()
-
-
-def test_a_link_in_the_place_of_a_downloads_folder_is_not_followed(
-    cache: Path, tmp_path: Path
-) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "mine.gguf").write_bytes(b"x")
-    (cache / "downloads" / ("f" * 16)).symlink_to(elsewhere)
-    assert "mine.gguf" not in by_name(cache)
 
 
 class TestInUse:
@@ -137,6 +131,15 @@ class TestInUse:
             assert entry.users == (pid,)
             assert not remove_entry(entry)
         assert path.exists()
+        with self.reader(cache / "logs/local-0.log"):
+            assert not remove_entry(by_name(cache)["logs"])
+        # Use counts as last use.
+        os.utime(path, (1e9, 1e9))
+        assert by_name(cache)["big.gguf"].last_used == 1e9
+        with models_in_use([path]):
+            pass
+        assert by_name(cache)["big.gguf"].last_used > 1e9
+        assert path.stat().st_mtime == 1e9
 
     @pytest.mark.parametrize("name", ["big.gguf", "half.gguf"], ids=["served", "downloading"])
     def test_what_is_locked_is_in_use_though_no_file_is_open(self, cache: Path, name: str) -> None:
@@ -149,28 +152,3 @@ class TestInUse:
             assert entry.files[0].exists()
         remove_entry(entry)
         assert not folder.exists()
-
-    def test_a_log_that_is_written_stays(self, cache: Path) -> None:
-        with self.reader(cache / "logs/local-0.log"):
-            assert not remove_entry(by_name(cache)["logs"])
-            assert (cache / "logs/local-0.log").exists()
-
-    def test_use_counts_as_last_use(self, cache: Path) -> None:
-        path = by_name(cache)["big.gguf"].files[0]
-        os.utime(path, (1e9, 1e9))
-        assert by_name(cache)["big.gguf"].last_used == 1e9
-        with models_in_use([path]):
-            pass
-        assert by_name(cache)["big.gguf"].last_used > 1e9
-        assert path.stat().st_mtime == 1e9
-
-    def test_processes_that_end_meanwhile_and_strange_lines_are_no_problem(
-        self, tmp_path: Path
-    ) -> None:
-        (tmp_path / "proc/77").mkdir(parents=True)
-        (tmp_path / "proc/77/maps").write_bytes(
-            b"garbage\n\xff\xfe\n7f-80 r--p 0 0:0 5 /c/m.gguf\n"
-        )
-        (tmp_path / "proc/78").mkdir()
-        (tmp_path / "proc/self").mkdir()
-        assert open_files(Path("/c"), tmp_path) == {Path("/c/m.gguf"): {77}}

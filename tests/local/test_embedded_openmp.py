@@ -35,47 +35,29 @@ def test_where_the_system_has_the_runtime_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: None)
-    assert openmp_folder(tmp_path) is None
-    environment = server_environment(
-        {"LLAMA_GATEWAY_CACHE": str(tmp_path), "LD_LIBRARY_PATH": "/other"}
-    )
-    assert environment["LD_LIBRARY_PATH"] == "/other"
+    given = {"LLAMA_GATEWAY_CACHE": str(tmp_path), "LD_LIBRARY_PATH": "/other"}
+    assert server_environment(given)["LD_LIBRARY_PATH"] == "/other"
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.usefixtures("bare")
-def test_elsewhere_a_server_finds_the_copy_of_a_package(tmp_path: Path) -> None:
-    assert openmp_folder(tmp_path) == tmp_path / "lib"
+def test_elsewhere_a_server_finds_the_copy_of_a_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     link = tmp_path / "lib" / OPENMP_LIBRARY
-    packaged = packaged_openmp()
-    assert link.resolve() == known(packaged).resolve()
-
+    link.parent.mkdir()
+    link.symlink_to("/no/such/file")  # a stale one is replaced
+    assert openmp_folder(tmp_path) == link.parent
+    assert link.resolve() == known(packaged_openmp()).resolve()
+    assert list(link.parent.iterdir()) == [link]
     given = {"LLAMA_GATEWAY_CACHE": str(tmp_path)}
     assert server_environment(given)["LD_LIBRARY_PATH"] == str(tmp_path / "lib")
     other = server_environment({**given, "LD_LIBRARY_PATH": "/other"})["LD_LIBRARY_PATH"]
     assert other == f"/other:{tmp_path / 'lib'}"
-
-
-@pytest.mark.usefixtures("bare")
-@pytest.mark.parametrize("stale", ["/no/such/file", "/etc/hostname"])
-def test_a_link_to_another_file_is_replaced(tmp_path: Path, stale: str) -> None:
-    link = tmp_path / "lib" / OPENMP_LIBRARY
-    link.parent.mkdir()
-    link.symlink_to(stale)
-    openmp_folder(tmp_path)
-    assert link.resolve() == packaged_openmp()
-    assert list(link.parent.iterdir()) == [link]
-
-
-@pytest.mark.usefixtures("bare")
-def test_without_any_copy_the_error_names_the_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(importlib.metadata, "files", lambda package: None)
     monkeypatch.setenv("PATH", "/nowhere")  # no llama-server, which would do without
-    assert openmp_folder(tmp_path) is None
     with pytest.raises(LocalFleetError, match="apt-get install libgomp1"):
-        plan_local_fleet(cache=tmp_path)
+        plan_local_fleet(cache=tmp_path / "other")
 
 
 @pytest.mark.real

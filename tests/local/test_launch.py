@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from gateway.local.launch import bind_memory
 from tests.processes import gone, wait_until_gone
 
@@ -57,17 +55,13 @@ def test_cpus_and_memory_survive_exec() -> None:
         assert " bind:0 " in done.stdout
 
 
-def test_a_process_that_cannot_be_pinned_runs_anyway_with_a_note() -> None:
+def test_a_command_that_cannot_be_pinned_runs_and_one_that_cannot_run_exits_as_in_a_shell() -> None:
     done = run("--memory-node", "1000", "--", "/bin/echo", "runs")
-    assert done.stdout == "runs\n"
-    assert "not pinned" in done.stderr
-
-
-@pytest.mark.parametrize(("command", "status"), [("/no/such", 127), ("/etc/hostname", 126)])
-def test_a_command_that_cannot_run_exits_as_in_a_shell(command: str, status: int) -> None:
-    done = run("--", command)
-    assert done.returncode == status
-    assert done.stderr.startswith(f"launch: {command}: ")
+    assert (done.stdout, "not pinned" in done.stderr) == ("runs\n", True)
+    for command, status in (("/no/such", 127), ("/etc/hostname", 126)):
+        done = run("--", command)
+        assert done.returncode == status
+        assert done.stderr.startswith(f"launch: {command}: ")
 
 
 def test_the_command_dies_when_its_parent_is_killed() -> None:

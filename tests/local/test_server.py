@@ -19,7 +19,6 @@ from gateway.local.server import (
     open_log,
     parse_flags,
     server_command,
-    server_environment,
     truncate_log,
 )
 from tests.each_case import each_case
@@ -70,14 +69,11 @@ def test_a_server_is_launched_on_its_node_with_its_batches_and_dies_with_its_par
     launch, _ = split(server_command(PINNED, 8081, parent=1, binary=binary))
     assert launch[launch.index("--cpus") + 1] == "4,5"
     assert launch[launch.index("--memory-node") + 1] == "1"
+    b, ub = ("-b", "-ub") if binary else ("--batch", "--ubatch")
     given = replace(SPEC, batch=1024, micro_batch=128)
-    flags = "-b 1024 -ub 128" if binary else "--batch 1024 --ubatch 128"
-    assert flags in " ".join(server_command(given, 8081, parent=1, binary=binary))
-
-
-def test_prefills_have_small_batches_but_embeddings_one() -> None:
-    for spec, sizes in ((SPEC, "-b 512 -ub 256"), (PINNED, "-b 4096 -ub 4096")):
-        assert sizes in " ".join(server_command(spec, 8081, parent=1, binary=help_with()))
+    for spec, sizes in ((SPEC, (512, 256)), (PINNED, (4096, 4096)), (given, (1024, 128))):
+        flags = f"{b} {sizes[0]} {ub} {sizes[1]}"
+        assert flags in " ".join(server_command(spec, 8081, parent=1, binary=binary))
 
 
 def test_the_embedded_server_understands_its_command_line() -> None:
@@ -111,14 +107,6 @@ def test_a_router_gets_its_preset_and_no_flag_that_the_preset_sets() -> None:
     )
 
 
-def test_of_two_names_of_a_flag_the_newer_is_used() -> None:
-    both = help_with("--no-ui", "--no-webui", "--load-mode", "--no-mmap")
-    _, command = split(server_command(PINNED, 8081, parent=1, binary=both))
-    assert command[command.index("--load-mode") + 1] == "none"
-    assert "--no-ui" in command
-    assert not {"--no-mmap", "--no-webui"} & set(command)
-
-
 @each_case(
     ("has", "no_mmap", "given"),
     [
@@ -126,6 +114,7 @@ def test_of_two_names_of_a_flag_the_newer_is_used() -> None:
         (("--load-mode", "--mlock", "--no-mmap"), False, "--load-mode mmap+mlock"),
         (("--mlock", "--no-mmap"), True, "--mlock --no-mmap"),
         (("--mlock", "--no-mmap"), False, "--mlock"),
+        (("--no-ui", "--no-webui", "--mlock"), False, "--no-ui --mlock"),  # the newer name
     ],
 )
 def test_a_model_is_locked_by_the_flags_of_the_binary(
@@ -137,12 +126,6 @@ def test_a_model_is_locked_by_the_flags_of_the_binary(
     assert " ".join(server).endswith(f" {given}")
 
 
-def test_flags_are_read_from_a_help_text() -> None:
-    assert parse_flags(HELP) == {
-        *("-h", "--help", "--usage", "-m", "--model", "--port", "-np", "--parallel")
-    }
-
-
 def test_a_binary_on_path_is_found_with_its_flags_and_its_version(tmp_path: Path) -> None:
     version = "[ $1 = --version ] && echo 'version: 0.7.0 (build 11669, commit x)' >&2 && exit"
     program = script(tmp_path / "llama-server", f"{version}\n/bin/cat <<'E'\n{HELP}E")
@@ -152,26 +135,13 @@ def test_a_binary_on_path_is_found_with_its_flags_and_its_version(tmp_path: Path
     assert found.version == "0.7.0 (build 11669, commit x)"
     script(program, f"/bin/cat <<'E'\n{HELP}E")
     assert known(find_binary(None, str(tmp_path))).version is None
+    for text, told in (("exit 3", "exit status 3"), ("echo text", "is not a llama-server's")):
+        with pytest.raises(LocalFleetError, match=told):
+            find_binary(script(program, text))
     program.unlink()
     assert find_binary(None, str(tmp_path)) is None
-
-
-def test_one_named_must_exist_and_be_a_llama_server(tmp_path: Path) -> None:
     with pytest.raises(LocalFleetError, match="no such program"):
-        find_binary(tmp_path / "none")
-    with pytest.raises(LocalFleetError, match="exit status 3"):
-        find_binary(script(tmp_path / "other", "exit 3"))
-    (tmp_path / "text").write_text("not a program")
-    (tmp_path / "text").chmod(0o755)
-    with pytest.raises(LocalFleetError, match="must be a llama-server"):
-        find_binary(tmp_path / "text")
-
-
-def test_a_server_finds_this_package_from_any_folder() -> None:
-    environment = server_environment({"PYTHONPATH": "/other", "A": "b"})
-    root, other = environment["PYTHONPATH"].split(":")
-    assert (Path(root) / "gateway/local/launch.py").is_file()
-    assert (other, environment["A"]) == ("/other", "b")
+        find_binary(program)
 
 
 # Ports.
@@ -204,11 +174,6 @@ def test_the_first_port_from_the_base_that_is_not_claimed_is_else_any() -> None:
         assert claimed_port(claim) > 0
 
 
-def test_a_host_of_another_machine_is_refused() -> None:
-    with pytest.raises(OSError, match="assign"):
-        claim_free_port("192.0.2.1")
-
-
 # Logs.
 
 
@@ -220,6 +185,11 @@ def test_the_log_of_the_previous_run_stays(tmp_path: Path) -> None:
     assert last_lines(path) == ["run 2"]
     assert last_lines(path.with_name("local-0.log.1")) == ["run 1"]
     assert len(list(path.parent.iterdir())) == 2
+    path.write_bytes(b"\n".join(str(n).encode() for n in range(100)) + b"\nbad \xff\n")
+    assert last_lines(path, 2) == ["99", "bad \ufffd"]
+    assert last_lines(path.with_name("none.log")) == []
+    path.write_bytes(b"x" * 1_000_000)
+    assert len(last_lines(path)[0]) < 100_000
 
 
 def test_a_log_that_grows_past_its_limit_is_cut_under_its_writer(tmp_path: Path) -> None:
@@ -232,12 +202,3 @@ def test_a_log_that_grows_past_its_limit_is_cut_under_its_writer(tmp_path: Path)
         log.write(b"c\n")
     assert path.read_bytes() == b"c\n"
     assert path.with_name("x.log.1").read_bytes().endswith(b"b\n")
-
-
-def test_the_last_lines_of_any_log_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "x.log"
-    path.write_bytes(b"\n".join(str(n).encode() for n in range(100)) + b"\nbad \xff\n")
-    assert last_lines(path, 2) == ["99", "bad \ufffd"]
-    assert last_lines(tmp_path / "none.log") == []
-    path.write_bytes(b"x" * 1_000_000)
-    assert len(last_lines(path)[0]) < 100_000

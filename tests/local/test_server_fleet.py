@@ -30,23 +30,14 @@ ROOT = Path(gateway.__file__).parent.parent
 
 
 def specs(count: int, model: Path | None = None) -> list[ServerSpec]:
-    return [
-        ServerSpec(
-            name=f"local-{index}",
-            model=model or demo_model(),
-            alias="demo",
-            slots=2,
-            context=2048,
-            threads=1,
-            numa_node=0,
-        )
-        for index in range(count)
-    ]
+    given = {"model": model or demo_model(), "alias": "demo", "threads": 1, "numa_node": 0}
+    plan: dict[str, Any] = {"slots": 2, "context": 2048, **given}
+    return [ServerSpec(name=f"local-{index}", **plan) for index in range(count)]
 
 
 def local_fleet(plan: list[ServerSpec], folder: Path, **options: Any) -> LocalFleet:
     """A fleet on free ports, of the llama.cpp servers that this run is about."""
-    return LocalFleet(plan, folder, binary=server_binary(), base_port=0, **options)
+    return LocalFleet(plan, folder, **{"binary": server_binary(), "base_port": 0, **options})
 
 
 async def until(condition: Callable[[], bool], limit: float = 60.0) -> None:
@@ -103,14 +94,46 @@ async def test_a_server_understands_every_option_of_its_plan(tmp_path: Path) -> 
 
 
 @pytest.mark.real
-async def test_the_fleet_ends_while_a_server_waits_for_its_restart(tmp_path: Path) -> None:
+async def test_a_server_that_is_late_or_waits_for_its_restart_or_ignores_sigterm_is_ended(
+    tmp_path: Path,
+) -> None:
+    late = local_fleet(specs(1), tmp_path, start_timeout=0.001)
+    with pytest.raises(ServerStartError, match="not ready after"):
+        await late.__aenter__()
+    assert late.pids == (None,)
     events: list[ServerEvent] = []
     async with local_fleet(specs(1), tmp_path, on_event=events.append) as fleet:
-        (pid,) = fleet.pids
-        os.kill(known(pid), signal.SIGKILL)
+        os.kill(known(fleet.pids[0]), signal.SIGKILL)
         await until(lambda: any(event.kind == "exited" for event in events))
     assert fleet.pids == (None,)
     assert sum(event.kind == "started" for event in events) == 1
+    # The binary is the embedded server behind llama-server's flags, and deaf.
+    binary = find_binary(deaf_binary(tmp_path / "llama-server"))
+    async with local_fleet(specs(1), tmp_path, binary=binary, stop_timeout=0.2) as fleet:
+        (pid,) = fleet.pids
+        assert psutil.Process(pid).cmdline()[1] == str(tmp_path / "llama-server")
+        assert os.getsid(pid or 0) == pid, "Ctrl-C must not reach it"
+    assert gone(pid)
+
+
+def deaf_binary(path: Path) -> Path:
+    path.write_text(
+        f"""#!{sys.executable}
+import argparse, signal, sys
+sys.path.insert(0, {str(ROOT)!r})
+from gateway.local import embedded
+parser = argparse.ArgumentParser()
+for names in (("-m", "--model"), ("--alias",), ("--host",), ("--port",), ("-np", "--parallel"),
+              ("-c", "--ctx-size"), ("-t", "--threads"), ("-tb",), ("-b",), ("-ub",)):
+    parser.add_argument(*names)
+given = parser.parse_args()
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+embedded.main(["--model", given.model, "--alias", given.alias, "--port", given.port,
+               "--slots", given.parallel, "--ctx", given.ctx_size])
+"""
+    )
+    path.chmod(0o755)
+    return path
 
 
 @pytest.mark.real
@@ -130,14 +153,6 @@ async def test_a_server_that_cannot_start_is_reported_with_its_log_and_ends_the_
 
 
 @pytest.mark.real
-async def test_a_server_that_is_not_ready_in_time_is_ended(tmp_path: Path) -> None:
-    fleet = local_fleet(specs(1), tmp_path, start_timeout=0.001)
-    with pytest.raises(ServerStartError, match="not ready after"):
-        await fleet.__aenter__()
-    assert fleet.pids == (None,)
-
-
-@pytest.mark.real
 async def test_cancelling_the_start_ends_the_started_servers(tmp_path: Path) -> None:
     started = asyncio.Event()
     fleet = local_fleet(specs(2), tmp_path, on_event=lambda _: started.set())
@@ -150,52 +165,3 @@ async def test_cancelling_the_start_ends_the_started_servers(tmp_path: Path) -> 
         await task
     assert fleet.pids == (None, None)
     assert all(gone(pid) for pid in pids)
-
-
-@pytest.mark.real
-async def test_a_server_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
-    binary = stub_binary(
-        tmp_path / "llama-server", "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])"
-    )
-    fleet = LocalFleet(
-        specs(1), tmp_path, binary=find_binary(binary), base_port=0, stop_timeout=0.2
-    )
-    async with fleet:
-        (pid,) = fleet.pids
-    assert gone(pid)
-
-
-@pytest.mark.smoke
-@pytest.mark.real
-async def test_a_llama_server_binary_is_run_in_place_of_the_embedded_one(tmp_path: Path) -> None:
-    """The binary is the embedded server behind llama-server's flags."""
-    binary = find_binary(stub_binary(tmp_path / "llama-server"))
-    fleet = LocalFleet(specs(1), tmp_path, binary=binary, base_port=0)
-    async with fleet, httpx.AsyncClient(timeout=60) as client:
-        (url,) = fleet.urls
-        props = (await client.get(f"{url}/props")).json()
-        assert (props["total_slots"], props["model_alias"]) == (2, "demo")
-        assert props["default_generation_settings"]["n_ctx"] == 2048
-        (pid,) = fleet.pids
-        assert psutil.Process(pid).cmdline()[1] == str(tmp_path / "llama-server")
-        assert os.getsid(pid or 0) == pid, "Ctrl-C must not reach it"
-
-
-def stub_binary(path: Path, before: str = "") -> Path:
-    path.write_text(
-        f"""#!{sys.executable}
-import argparse, signal, sys
-sys.path.insert(0, {str(ROOT)!r})
-from gateway.local import embedded
-parser = argparse.ArgumentParser()
-for names in (("-m", "--model"), ("--alias",), ("--host",), ("--port",), ("-np", "--parallel"),
-              ("-c", "--ctx-size"), ("-t", "--threads"), ("-tb",), ("-b",), ("-ub",)):
-    parser.add_argument(*names)
-given = parser.parse_args()
-{before}
-embedded.main(["--model", given.model, "--alias", given.alias, "--port", given.port,
-               "--slots", given.parallel, "--ctx", given.ctx_size])
-"""
-    )
-    path.chmod(0o755)
-    return path
