@@ -11,14 +11,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from gateway.cli.batch import describe, end_by
+from gateway.cli.batch import end_by
 from gateway.cli.terminal import CommandFailed
 from tests.cli.batch_api import BatchApi, batch_api
 from tests.cli.running import LIMIT, output, refusal, run
@@ -223,25 +222,6 @@ def test_ctrl_c_leaves_the_batch_running_and_says_how_to_come_back(
     assert "'llama-gateway batch show batch_0 --wait' follows it again" in err
     assert "Traceback" not in err
     assert not any("cancel" in request for request in api.requests)
-
-
-def test_a_starved_batch_tells_why_and_when(api: BatchApi, lines: Path) -> None:
-    run("batch", "submit", "lines.jsonl")
-    batch, now = api.batches["batch_0"], time.time()
-    api.lines_per_look = 0
-    message = "Callers' requests go first: they have the slots, or wait for them."
-    why = {"reason": "callers_first", "message": message, "since": now - 600, "until": None}
-    batch["llama_gateway"] |= {
-        "why_waiting": why, "expected_start": now + 300, "expected_end": now + 3000,
-        "expected_by": "nodes",
-    }  # fmt: skip
-    shown = run("batch", "show", "batch_0").out
-    assert "waits since" in shown
-    assert f"waits for:      {message}" in shown
-    assert "expected start: about" in shown
-    assert "if it has all slots of its nodes from then on" in shown
-    assert "callers_first" in run("batch", "list").out
-    assert describe(batch, now).startswith("in progress, 0 of 5 done, waits since ")
 
 
 def test_fetch_before_the_end_needs_partial(api: BatchApi, lines: Path) -> None:

@@ -72,28 +72,6 @@ def test_the_page_shows_what_is_written_and_what_is_missing_is_told(
     assert "are missing" in fit(model, "--memory", "64MiB")
 
 
-def test_each_numa_node_has_a_server_and_a_share(model: str) -> None:
-    found = fit_json(model, "--memory", "8GiB", "--numa-nodes", "2", "--cores", "16")
-    servers = {place["name"]: place["servers"] for place in found["places"]}
-    assert servers == {"the machine": 2, "NUMA node 0": 1, "NUMA node 1": 1}
-    assert found["places"][1]["available"] == 4 * GIB
-    assert found["settings"]["mapped"] is False
-    assert found["server"]["mapped_twice"] == 0
-    assert found["needed"] == 2 * found["server"]["needed"]
-
-
-def test_settings_change_what_is_needed(model: str) -> None:
-    usual = fit_json(model, *GIVEN)["server"]
-    small = fit_json(model, *GIVEN, "--kv-type", "q8_0,q4_0")["server"]
-    assert small["kv_cache"] * 1024 == usual["kv_cache"] * (272 + 144)
-    more = fit_json(model, *GIVEN, "--slots", "4", "--context", "8192", "--cache-ram", "1GiB")
-    assert more["server"]["kv_cache"] == 4 * usual["kv_cache"]
-    assert more["server"]["prompt_cache"] == GIB
-    longest = run("fit", model, *GIVEN, "--context", "100000", "--json")
-    assert json.loads(longest.out)["settings"]["context"] == 32_768
-    assert "trained on 32,768 tokens" in longest.err
-
-
 @each_case(
     ("arguments", "message"),
     [

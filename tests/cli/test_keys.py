@@ -8,7 +8,6 @@ import json
 import os
 import sqlite3
 import stat
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import closing
 from pathlib import Path
@@ -19,14 +18,12 @@ import yaml
 
 from gateway.callers.keys import KeyRing, new_key
 from gateway.config.settings import load_settings
-from tests.callers.ledger_rows import a_row, add_rows
 from tests.cli.running import Ran, output, refusal, run, run_process
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway
 from tests.known import known
 from tests.processes import free_port
-from tests.store.stores import opened
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
 
@@ -406,15 +403,3 @@ def test_without_a_gateway_groups_are_made_changed_and_removed_in_the_store(alon
     )
     assert "group of the settings" in refusal("groups", "set", "day", "--rpm", "5", status=1)
     assert run("groups", "set", "bad name").status == 2
-
-
-def test_keys_show_what_is_used_of_their_limits_without_a_gateway(alone: Path) -> None:
-    run("keys", "create", "--id", "alice", "--name", "Alice", "--tokens-per-day", "1000")
-    with opened(f"sqlite:///{alone}/config/keys.db") as store:
-        row = a_row(1, ended_at=time.time() - 1.0, key="alice", prompt_tokens=300)
-        store.run_now(lambda connection: add_rows(connection, [row]))
-    listed = run("keys", "list")
-    assert "tokens_per_day 3" in listed.out.replace("\n", " ")
-    shown = run("keys", "show", "Alice").out
-    assert "key's tokens_per_day: " in shown
-    assert " of 1000, " in shown

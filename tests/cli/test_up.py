@@ -23,7 +23,7 @@ import pytest
 import yaml
 
 from gateway.local.memory import file_memory
-from gateway.local.server import claim_free_port, claimed_port, server_environment
+from gateway.local.server import server_environment
 from tests.cli.running import refusal, run_process
 from tests.each_case import each_case
 from tests.known import known
@@ -348,18 +348,6 @@ class TestServing:
         assert left_behind(environment) == []
 
         # Somebody else on this machine was quicker.
-
-    async def test_servers_get_ports_from_the_given_one_on_and_skip_those_in_use(
-        self, environment: dict[str, str]
-    ) -> None:
-        with claim_free_port("127.0.0.1", 20_000) as claim:
-            port = claimed_port(claim)
-            arguments = ("--servers", "2", "--server-port", str(port))
-            async with running(environment, *arguments) as it:
-                lines = [await it.line_with(f"local-{index}: started on") for index in range(2)]
-                first, second = (int(line.rpartition(":")[2]) for line in lines)
-                assert port < first < second < port + 1000
-                assert await it.end() == 0
 
 
 # Refusing.

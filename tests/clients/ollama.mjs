@@ -23,15 +23,6 @@ async function read(stream, textOf) {
 }
 
 const works = {
-  async models() {
-    const names = async (list) => (await list).models.map((model) => model.name);
-    return {
-      tags: await names(client.list()),
-      ps: await names(client.ps()),
-      show: await client.show({ model: "demo" }),
-      version: (await client.version()).version,
-    };
-  },
   async chat() {
     return await client.chat(chat);
   },
@@ -45,21 +36,12 @@ const works = {
       stream: await read(await client.generate({ ...asked, stream: true }), (part) => part.response),
     };
   },
-  async embed() {
-    return await client.embed({ model: "demo-embed", input: ["hello there", "stone"] });
-  },
   async errors() {
     return {
       model: await failure(client.chat({ ...chat, model: "nobody" })),
       option: await failure(client.chat({ ...chat, options: { temperature: "hot" } })),
       endpoint: await failure(client.embed({ model: "demo", input: "a" })),
     };
-  },
-  // Reads until the test kills the server behind the gateway.
-  async broken() {
-    const stream = await client.chat({ ...chat, options: { num_predict: 15000 }, stream: true });
-    console.log("streaming");
-    return await failure(read(stream, (part) => part.message.content));
   },
 };
 

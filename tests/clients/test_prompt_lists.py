@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import httpx
@@ -46,25 +45,6 @@ async def test_more_prompts_than_slots_are_one_answer_in_order(
     assert record.completion_tokens == ours["usage"]["completion_tokens"]
 
 
-async def test_several_answers_to_each_prompt_are_numbered_as_by_the_server(
-    site: Site, chat_node: httpx.AsyncClient
-) -> None:
-    ask = ASK | {"n": 3}
-    direct = (await chat_node.post("/v1/completions", json=ask)).json()
-    ours = (await site.http.post("/v1/completions", json=ask | {"model": "demo"})).json()
-    assert settled(ours["choices"]) == settled(direct["choices"])
-    assert len(ours["choices"]) == 3 * len(WORDS)
-
-
-async def test_llama_cpps_own_path_answers_with_a_list(
-    site: Site, chat_node: httpx.AsyncClient
-) -> None:
-    ask = {"prompt": WORDS, "n_predict": 4, **FIXED, **UNCACHED}
-    direct = (await chat_node.post("/completion", json=ask)).json()
-    ours = (await site.http.post("/completion", json=ask | {"model": "demo"})).json()
-    assert settled(ours) == settled(direct)
-
-
 @pytest.mark.parametrize("counts", [False, True])
 async def test_a_stream_of_several_prompts_is_one_stream(
     site: Site, openai: AsyncOpenAI, counts: bool
@@ -90,28 +70,6 @@ async def test_a_stream_of_several_prompts_is_one_stream(
     assert usages == ([plain["usage"]["total_tokens"]] if counts else [])
 
 
-async def test_several_answers_to_each_prompt_are_numbered_in_a_stream_too(
-    site: Site, openai: AsyncOpenAI
-) -> None:
-    plain = (await site.http.post("/v1/completions", json=ASK | {"model": "demo", "n": 2})).json()
-    stream = await openai.completions.create(
-        model="demo", prompt=WORDS, n=2, max_tokens=5, stream=True, extra_body=FIXED | UNCACHED
-    )
-    texts_by_index: dict[int, str] = {}
-    async for chunk in stream:
-        for choice in chunk.choices:
-            texts_by_index[choice.index] = texts_by_index.get(choice.index, "") + choice.text
-    assert texts_by_index == texts(plain)
-
-
-async def test_a_native_stream_ends_once_for_each_prompt(site: Site) -> None:
-    ask = {"prompt": WORDS, "n_predict": 3, "stream": True, "model": "demo", **FIXED}
-    reply = await site.http.post("/completion", json=ask)
-    events = [json.loads(line[6:]) for line in reply.text.split("\n") if line.startswith("data: {")]
-    stopped = [event["index"] for event in events if event["stop"]]
-    assert sorted(stopped) == list(range(len(WORDS)))
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_one_prompt_that_is_too_long_is_the_error_of_all(
     openai: AsyncOpenAI, site: Site, stream: bool
@@ -131,14 +89,6 @@ async def test_one_prompt_that_is_too_long_is_the_error_of_all(
         assert caught.value.param == "prompt"
     await site.until_idle()
     assert [record.status for record in site.records] == [400]
-
-
-async def test_more_answers_to_one_prompt_than_slots_stay_a_bad_request(
-    openai: AsyncOpenAI,
-) -> None:
-    with pytest.raises(BadRequestError, match="5 slots") as caught:
-        await openai.completions.create(model="demo", prompt=WORDS, n=5)
-    assert caught.value.param == "n"
 
 
 async def test_many_texts_to_embed_need_no_more_slots_than_one(

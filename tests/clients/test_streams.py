@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 
 from gateway.app.assembly import Timings
 from tests.clients.site import FIXED, HELLO, UNCACHED, Site, running_site, until_busy
-from tests.gateways import until
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="session")]
 
@@ -34,7 +32,6 @@ STREAMS: list[tuple[str, dict[str, Any]]] = [
     ("/completion", TEXT | {"n_predict": 40, "return_progress": True}),
     ("/v1/messages", CHAT),
 ]
-RESPONSE: dict[str, Any] = {"input": "hello there", "max_output_tokens": 40, **FIXED, **UNCACHED}
 
 ASKING = {"X-Gateway-Progress": "1"}
 
@@ -73,31 +70,6 @@ async def test_a_stream_is_the_servers_own(
     assert [record.status for record in site.records] == [200]
 
 
-@pytest.mark.parametrize("headers", [{}, ASKING], ids=["plain", "with progress"])
-async def test_a_response_is_the_servers_own_where_it_is_not_repaired(
-    unrepaired: Site, chat_node: httpx.AsyncClient, headers: dict[str, str]
-) -> None:
-    direct = await streamed(chat_node, "/v1/responses", RESPONSE)
-    ours = await streamed(unrepaired.http, "/v1/responses", RESPONSE, **headers)
-    assert without_changing_fields(ours) == without_changing_fields(direct)
-
-
-async def test_progress_changes_nothing_in_a_repaired_response(site: Site) -> None:
-    body = RESPONSE | {"model": "demo"}
-    plain = await streamed(site.http, "/v1/responses", body)
-    with_progress = await streamed(site.http, "/v1/responses", body, **ASKING)
-    assert without_changing_fields(with_progress) == without_changing_fields(plain)
-
-
-@pytest.mark.parametrize(("path", "body"), [STREAMS[0], STREAMS[5], *STREAMS[7:]])
-async def test_a_stream_with_progress_is_the_servers_own_too(
-    site: Site, chat_node: httpx.AsyncClient, path: str, body: dict[str, Any]
-) -> None:
-    direct = await streamed(chat_node, path, body | {"model": "demo"})
-    ours = await streamed(site.http, path, body | {"model": "demo"}, **ASKING)
-    assert without_changing_fields(ours) == without_changing_fields(direct)
-
-
 async def test_progress_of_a_long_prefill_is_reported(tmp_path: Path, narrow_url: str) -> None:
     # A prefill of seconds, so that no stall of the machine hides all of its progress.
     body = {"messages": [{"role": "user", "content": "river stone " * 2000}], "max_tokens": 3}
@@ -112,29 +84,6 @@ async def test_progress_of_a_long_prefill_is_reported(tmp_path: Path, narrow_url
 
 
 _READ = re.compile(rb": prefill percent=(\d+) processed=(\d+) total=(\d+)\n")
-
-
-@pytest.mark.smoke
-async def test_concurrent_streams_keep_to_themselves(site: Site) -> None:
-    body = CHAT | {"model": "demo", "max_tokens": 60, "id_slot": -1}
-    fleet = site.gateway.fleet
-    fleet.drain("chat")  # until all requests are queued
-    try:
-        sent = [
-            asyncio.create_task(streamed(site.http, "/v1/chat/completions", body)) for _ in range(8)
-        ]
-        await until(lambda: len(site.gateway.scheduler.queue_positions()) == 8)
-    finally:
-        fleet.resume("chat")
-    streams = await asyncio.gather(*sent)
-    for data in streams:
-        ids = set(re.findall(rb'"id":"([^"]+)"', data))
-        assert len(ids) == 1
-        assert data.endswith(b"data: [DONE]\n\n")
-        assert data.count(b'"content":"') == 60
-    queues = [record.queue_seconds for record in site.records]
-    assert len(queues) == 8
-    assert max(queues) > min(queues)  # there are four slots
 
 
 @pytest.mark.smoke

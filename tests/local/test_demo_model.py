@@ -4,9 +4,6 @@ import hashlib
 import multiprocessing
 from pathlib import Path
 
-import gguf
-import pytest
-
 from gateway.local.demo_model import (
     BARE_WORDS,
     SPACE_MARK,
@@ -43,13 +40,6 @@ def test_every_word_byte_and_ascii_character_can_be_reached() -> None:
     assert sum(token.kind is TokenType.BYTE for token in tokens) == 256
     for word in (*(SPACE_MARK + word for word in WORDS), *BARE_WORDS):
         assert all(word[:end] in texts for end in range(1, len(word) + 1))
-
-
-@pytest.mark.slow
-def test_the_medium_size_is_right_for_cache_tests(tmp_path: Path) -> None:
-    path = ensure_demo_model(tmp_path, "medium")
-    assert 45_000_000 < path.stat().st_size < 60_000_000
-    assert gguf.GGUFReader(path).get_tensor(0).tensor_type == gguf.GGMLQuantizationType.F16
 
 
 def test_concurrent_processes_get_the_same_whole_file(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import random
 import stat
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.local import LocalFleetError, MemoryShortError, ModelFileError
+from gateway.local import LocalFleetError, MemoryShortError
 from gateway.local.download import (
     MOST_FAILURES,
     DigestError,
@@ -126,16 +125,6 @@ def test_tries_end_and_the_part_is_kept_and_the_same_command_goes_on(downloads: 
     assert downloads.run() == downloads.digest
     assert server.ranges_asked[-1] == f"bytes={MIB}-"
     assert downloads.notes == ["Resuming after 1 MiB"]
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_any_run_of_breaks_ends_in_the_same_bytes(downloads: Downloads, seed: int) -> None:
-    rng = random.Random(seed)
-    for _ in range(4):
-        cut = Fault(cut=rng.randrange(len(downloads.content)))
-        downloads.server.faults.extend([cut, rng.choice([Fault(500), Fault(429)])])
-    assert downloads.run() == downloads.digest
-    assert downloads.target.read_bytes() == downloads.content
 
 
 @pytest.mark.parametrize("more", [{"announce": 1 << 23}, {"cut": 2 * MIB}], ids=str)
@@ -261,14 +250,6 @@ def test_a_body_without_a_length_ends_where_the_disk_is_nearly_full(downloads: D
     with pytest.raises(LocalFleetError, match="no space left on device"):
         downloads.run()
     assert not downloads.target.exists()
-
-
-def test_what_is_no_model_is_left_after_its_first_bytes(downloads: Downloads) -> None:
-    downloads.server.content = b"<!doctype html>" + bytes(5 * MIB)
-    with pytest.raises(ModelFileError, match="a web page"):
-        downloads.run()
-    assert downloads.progress == [(0, len(downloads.server.content))]
-    assert downloads.left() == []
 
 
 def refuse(size: int) -> None:

@@ -19,7 +19,6 @@ from gateway.local.download import (
     open_client,
     open_remote,
     parse_model_url,
-    part_urls,
     printable,
     same_origin,
 )
@@ -53,14 +52,6 @@ def refused(client: httpx.Client, server: FileServer, start: int = 0) -> RemoteE
         read(client, f"{server.origin}/m?sig=hunter2", start)
     assert "hunter2" not in str(error.value)
     return error.value
-
-
-def test_a_file_is_read_from_any_byte_on(client: httpx.Client, server: FileServer) -> None:
-    assert read(client, f"{server.origin}/m") == (0, len(CONTENT), CONTENT)
-    assert read(client, f"{server.origin}/m", 1000) == (1000, len(CONTENT), CONTENT[1000:])
-    # A file that has changed begins at its start.
-    assert read(client, f"{server.origin}/m", 1000, '"v1"')[0] == 1000
-    assert read(client, f"{server.origin}/m", 1000, '"v0"')[0] == 0
 
 
 def test_a_weak_etag_cannot_prove_that_a_part_is_of_the_same_file() -> None:
@@ -225,18 +216,6 @@ def test_a_redirect_stays_at_https_and_another_host_or_port_is_another_origin(
     else:
         found = parse_model_url(location, base)
         assert (str(found), same_origin(base, found)) == (target, is_same)
-
-
-def test_a_split_model_has_an_address_for_each_file() -> None:
-    first = parse_model_url("https://h/a%20b/m-00001-of-00003.gguf?sig=a%2Fb")
-    assert [str(url) for url in part_urls(first)] == [
-        f"https://h/a%20b/m-0000{number}-of-00003.gguf?sig=a%2Fb" for number in (1, 2, 3)
-    ]
-    later = parse_model_url("https://h/a%20b/m-00002-of-00003.gguf?sig=a%2Fb")
-    assert part_urls(later) == part_urls(first)
-    for parts in ("00000", "99999"):
-        with pytest.raises(ModelUrlError, match="files"):
-            part_urls(parse_model_url(f"https://h/m-00001-of-{parts}.gguf"))
 
 
 def test_two_addresses_share_a_folder_only_where_they_are_one() -> None:

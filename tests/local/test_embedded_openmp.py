@@ -31,15 +31,6 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not system_has_openmp()
 
 
-def test_where_the_system_has_the_runtime_nothing_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: None)
-    given = {"LLAMA_GATEWAY_CACHE": str(tmp_path), "LD_LIBRARY_PATH": "/other"}
-    assert server_environment(given)["LD_LIBRARY_PATH"] == "/other"
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.usefixtures("bare")
 def test_elsewhere_a_server_finds_the_copy_of_a_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
-import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -238,29 +236,3 @@ def test_a_model_that_may_not_be_locked_starts_nothing(tmp_path: Path) -> None:
     for word in ("demo-small-v2.gguf", "1 MiB", "4 MiB", "prlimit", "CAP_IPC_LOCK", "--mlock"):
         assert word in str(caught.value)
     assert (locks(None), locks(8 << 20), locks(1, mlock=False)) == (True, True, False)
-
-
-def test_the_real_limits_of_a_process_are_read() -> None:
-    code = (
-        "import resource; resource.setrlimit(resource.RLIMIT_MEMLOCK, (4096, 8192));"
-        "from gateway.local.memory import memlock_limit; print(memlock_limit())"
-    )
-    command = [sys.executable, "-c", code]
-    if os.geteuid() == 0:
-        command = ["setpriv", "--bounding-set=-ipc_lock", *command]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout == "8192\n"
-
-
-def test_launch_lets_a_server_lock_what_the_hard_limit_allows() -> None:
-    code = "import resource; print(resource.getrlimit(resource.RLIMIT_MEMLOCK))"
-    launch = [sys.executable, "-m", "gateway.local.launch", "--mlock", "--"]
-    hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
-    done = subprocess.run(
-        [*("prlimit", f"--memlock=4096:{hard}"), *launch, sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    assert done.stdout == f"({hard}, {hard})\n"

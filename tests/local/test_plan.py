@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 
@@ -291,18 +290,6 @@ def put_other(path: Path, architecture: str, kind: str | None = None) -> Path:
     return path
 
 
-def put_split(folder: Path, name: str) -> None:
-    """A model in two parts: metadata and half of the tensors in the first."""
-    whole = gguf.GGUFReader(demo_model())
-    half = len(whole.tensors) // 2
-    for number, tensors in enumerate((whole.tensors[:half], whole.tensors[half:]), start=1):
-        with gguf_writer(folder / f"{name}-{number:05}-of-00002.gguf") as writer:
-            if number == 1:
-                writer.add_context_length(2048)
-            for tensor in tensors:
-                writer.add_tensor(tensor.name, tensor.data)
-
-
 def reader(folder: Path, room: int = 20 * GIB, **options: Any) -> ModelFolder:
     """The folder, read once."""
     found = ModelFolder(
@@ -317,13 +304,9 @@ def test_models_are_named_by_their_files_in_the_folder_and_those_within(tmp_path
         put(tmp_path / name)
     for other in ("notes.txt", ".hidden.gguf", "inner/deeper/e.gguf", "f.gguf.part"):
         put(tmp_path / other)
-    put_split(tmp_path, "split")
     found = reader(tmp_path)
-    assert list(found.models) == ["a", "b 2.Q4_K_M", "c", "d", "split"]
+    assert list(found.models) == ["a", "b 2.Q4_K_M", "c", "d"]
     assert found.passed_over == {}
-    split = found.models["split"]
-    assert split.file.path == tmp_path / "split-00001-of-00002.gguf"
-    assert split.settings.context == 2048  # it was trained for less than the others get
     assert found.models["a"].settings.context == 4096
 
 
@@ -434,14 +417,3 @@ def test_what_comes_and_goes_changes_no_other_section(
     # A file that has not changed is not read again.
     monkeypatch.setattr(Path, "open", lambda *_: pytest.fail("it was read again"))
     assert found.refresh() is None
-
-
-def test_a_copy_that_keeps_size_and_time_is_read_again_when_it_is_whole(tmp_path: Path) -> None:
-    path, content = tmp_path / "a.gguf", demo_model().read_bytes()
-    path.write_bytes(bytes(len(content)))  # a program that makes room first
-    os.utime(path, (1, 1))
-    found = reader(tmp_path)
-    assert "not a GGUF model" in found.passed_over["a.gguf"]
-    path.write_bytes(content)
-    os.utime(path, (1, 1))
-    assert found.refresh() == {"added": ["a"], "removed": [], "not_served": []}

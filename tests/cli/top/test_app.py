@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import shutil
 import sys
@@ -127,17 +126,6 @@ async def test_a_request_is_explained_by_a_key_and_its_words_stay_text(tmp_path:
         await pilot.press("escape")
         await until(pilot, lambda: not isinstance(app.screen, Explanation))
         chat.cancel()
-
-
-async def test_a_gateway_that_goes_away_is_told_and_the_old_state_is_marked(tmp_path: Path) -> None:
-    async with EmulatedNode(model="demo") as node, contextlib.AsyncExitStack() as stack:
-        gateway = await stack.enter_async_context(serving(tmp_path, node))
-        async with screen(gateway) as (app, pilot):
-            await until(pilot, lambda: app.picture.nodes)
-            await stack.aclose()
-            await until(pilot, lambda: "what is shown is old" in shown(app, "#note"))
-            await until(pilot, lambda: "is it running?" in shown(app, "#note"))
-            assert "one" in app.picture.nodes
 
 
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed here")

@@ -74,21 +74,6 @@ def test_files_are_written_and_two_reports_compared(url: str, tmp_path: Path) ->
     assert len(value["differences"]) == 7
 
 
-def test_an_open_loop_by_rate_and_by_trace(url: str, tmp_path: Path) -> None:
-    goals = ("--goal-ttft", "5", "--goal-completion", "10")
-    out = output("bench", url, "--rate", "20", "--duration", "1", *goals, *SMALL, "--json")
-    (load,) = json.loads(out)["loads"]
-    assert load["load"]["loop"] == "poisson"
-    assert load["goodput"]["share"] == 1.0
-    trace = tmp_path / "trace.jsonl"
-    lines = [{"time": n, "prompt_tokens": 40, "output_tokens": 5} for n in range(5)]
-    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    ran = run("bench", url, "--trace", str(trace), "--speed-up", "10", *SMALL, "--json")
-    (load,) = json.loads(ran.out)["loads"]
-    assert (load["requests"], load["completion_tokens"]) == (5, 5)
-    assert load["label"] == "trace x10"
-
-
 @each_case(
     ("words", "message"),
     [

@@ -14,8 +14,6 @@ from tests.callers.metered_gateway import recorded
 from tests.cli.running import Ran, output, refusal, run
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
-from tests.emulator.routed_model import ModelFile
-from tests.emulator.router import EmulatedRouter
 from tests.gateways import Running, running_gateway
 
 OWN = ("--prompt", "100", "--completion", "100", "--tokens-per-second", "10")
@@ -72,16 +70,6 @@ def test_a_backlog_is_planned_by_its_hours() -> None:
     assert found["answer"]["simulated"]["seconds"] <= 4 * 3600
     assert found["answer"]["utilisation"] <= 1
     assert found["break_even"] is None
-
-
-def test_models_on_demand_take_more_nodes_where_they_do_not_fit_at_once() -> None:
-    traffic = ("--requests-per-hour", "250", *OWN, "--slots", "2", "--completion-p95", "32")
-    models = ("--models", "6x2GiB:12GiB")
-    small, large = (planned(*traffic, *models, "--memory", size) for size in ("13GiB", "64GiB"))
-    assert small["nodes"] > large["nodes"] == 1
-    assert small["answer"]["simulated"]["loads"] > large["answer"]["simulated"]["loads"] >= 6
-    assert len(small["traffic"]["models"]) == 6
-    assert "6 of 35.2 GiB in all" in small["arithmetic"]["lines"]["models"]
 
 
 def test_an_impossible_goal_names_the_figure_and_by_how_much() -> None:
@@ -177,40 +165,3 @@ async def test_the_running_fleet_is_planned_by_its_speeds_and_its_ledger(tmp_pat
         assert found["traffic"]["completion_tokens"] == pytest.approx(20)
         assert found["advice"]["verdict"] == "enough"
         assert "from the ledger: 3 requests, 3 of them in its busiest hour" in ran.err
-
-
-async def test_routers_of_the_running_fleet_are_planned_and_simulated_with_their_models(
-    tmp_path: Path,
-) -> None:
-    files = {name: ModelFile(memory=size << 30) for name, size in (("a", 2), ("b", 3), ("c", 4))}
-    options: dict[str, Any] = {"models_max": 0, "slots": 2, "prefill_tps": 2000, "decode_tps": 100}
-    router = EmulatedRouter(files, answer_tokens=20, **options)
-    models = {"models": {name: {"memory": file.memory} for name, file in files.items()}}
-    async with with_ledger(tmp_path, router, models, memory="6GiB") as running:
-        for model in "aab":
-            body = {"model": model, "messages": [{"role": "user", "content": "nodes " * 60}]}
-            answer = await running.client.post("/v1/chat/completions", json=body)
-            assert answer.status_code == 200, answer.text
-        await recorded(running, 3)
-        ran = await through(running.admin_url, "--completion-p95", "60")
-        assert ran.status == 0, ran.err
-        found = json.loads(ran.out)
-        (kind,) = found["nodes"]
-        assert (kind["like"], kind["count"], kind["slots"], kind["memory_gib"]) == ("epyc", 1, 2, 6)
-        assert kind["models"] == ["a", "b", "c"]
-        shares = {one["name"]: one["share"] for one in found["traffic"]["models"]}
-        assert shares == {"a": 2, "b": 1, "c": 0}
-        assert found["changes"][0]["simulated"]["loads"] == 2
-        # Not the verdict: how long loads held up the real requests is a matter of the machine.
-        assert found["changes"][0]["missed"] == []
-        for command in ("nodes", "models"):
-            told = await asyncio.to_thread(run, command, "--json", "--admin-url", running.admin_url)
-            (tmp_path / f"{command}.json").write_text(told.out)
-    out = output(
-        *("simulate", "--nodes", str(tmp_path / "nodes.yaml"), "--json", "--placements", "2"),
-        *("--speeds", str(tmp_path / "nodes.json"), "--models", str(tmp_path / "models.json")),
-        *("--generate", "rate=1,requests=60,system=100,answer=20"),
-    )
-    found = json.loads(out)
-    assert [one["memory"] >> 30 for one in found["models"]] == [2, 3, 4]
-    assert found["placements"][0]["loads"] >= 3

@@ -39,17 +39,6 @@ def test_an_overload_is_reported_in_words_and_in_json() -> None:
         assert one["overloaded"] == (one["load"] > 1) == (one["too_late"] > 0) == overloaded
 
 
-def test_broken_lines_of_a_trace_are_reported_or_skipped(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text('{"prompt_tokens": 10, "output_tokens": 5}\n{"prompt_tokens": "x"}\n')
-    arguments = ("simulate", "--fleet", "1x1@40:600", "--trace", str(path), "--policy", "nginx")
-    told = refusal(*arguments)
-    assert f"{path}:2: Expected `int`, got `str` - at `$.prompt_tokens` (write " in told
-    ran = run(*arguments, "--skip-broken")
-    assert ran.status == 0
-    assert f"{path}: skipped 1 broken lines" in ran.err
-
-
 @each_case(
     ("words", "message"),
     [
@@ -111,22 +100,3 @@ def test_model_placements_are_compared_in_a_table_and_for_scripts() -> None:
     assert [one["placement"] for one in found["placements"]] == placements
     assert found["models"][0] == {"name": "model-1", "memory": 2 << 30, "load_seconds": 2.0}
     assert set(found["placements"][2]["loaded"]) == {"node-1", "node-2"}
-
-
-def test_a_plain_server_beside_routers_serves_its_own_model(tmp_path: Path) -> None:
-    nodes, speeds, trace = (tmp_path / name for name in ("n.yaml", "speeds.json", "day.jsonl"))
-    nodes.write_text(
-        "nodes:\n  - {name: r1, url: 'http://a', memory: 8GiB, slots: 1}\n"
-        "  - {name: plain, url: 'http://b', model: own, slots: 1}\n"
-    )
-    speed = {"prefill_tps": 600.0, "decode_tps": 40.0}
-    rows = [{"name": "r1/model-1", "router": "r1", "models": ["model-1"], **speed}]
-    speeds.write_text(json.dumps([*rows, {"name": "plain", "models": ["own"], **speed}]))
-    lines = [{"prompt_tokens": 9, "output_tokens": 9, "model": name} for name in ("own", "model-1")]
-    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    out = output(
-        *("simulate", "--nodes", str(nodes), "--speeds", str(speeds), "--trace", str(trace)),
-        *("--models", "1x2GiB:2GiB", "--json"),
-    )
-    ours, *_ = json.loads(out)["placements"]
-    assert (ours["requests"], ours["loads"]) == (2, 1)
