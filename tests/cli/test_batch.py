@@ -17,8 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from gateway.cli.batch import end_by
-from gateway.cli.terminal import CommandFailed
 from tests.cli.batch_api import BatchApi, batch_api
 from tests.cli.running import LIMIT, output, refusal, run
 from tests.emulator import EmulatedNode
@@ -160,22 +158,6 @@ def test_a_table_of_results_has_the_columns_and_the_order_of_the_input(
     assert run(*fetch[:-4], "--table", "in.csv").status == 2
 
 
-def test_a_folder_of_texts(api: BatchApi, lines: Path) -> None:
-    texts = Path("texts")
-    texts.mkdir()
-    (texts / "a.txt").write_text("one")
-    (texts / "b").write_text("two")
-    (texts / "picture").write_bytes(b"\x89PNG\xff")
-    ran = run(
-        "batch", "submit", "texts", "--template", "{name}: {text}", "--wait",
-        "--format", "folder", "--output", "done",
-    )  # fmt: skip
-    assert ran.status == 0, ran.err
-    assert "picture: skipped: is no text in UTF-8" in ran.err
-    assert Path("done/a.txt").read_text() == "re: a.txt: one"
-    assert Path("done/b.txt").read_text() == "re: b: two"
-
-
 def test_a_lost_answer_makes_no_second_batch_and_no_second_upload(
     api: BatchApi, lines: Path
 ) -> None:
@@ -257,20 +239,6 @@ def test_the_key_of_the_environment_is_used_and_never_shown(
     assert run("batch", "list").status == 0
     monkeypatch.setenv("LLAMA_GATEWAY_KEY", "sk-wrong")
     assert "sk-wrong" not in refusal("batch", "list", status=1)
-
-
-def test_the_end_of_a_batch_decides_the_command() -> None:
-    counts = {"total": 10, "completed": 8, "failed": 2}
-    errors = {"data": [{"message": "The input file is empty."}]}
-    end_by({"status": "in_progress", "request_counts": {}})
-    end_by({"status": "completed", "request_counts": {**counts, "failed": 0}})
-    for ended, told in (
-        ({"status": "completed", "request_counts": counts}, "2 of 10 lines failed"),
-        ({"id": "batch_1", "status": "expired"}, "batch_1 expired"),
-        ({"id": "batch_1", "status": "failed", "errors": errors}, "The input file is empty"),
-    ):
-        with pytest.raises(CommandFailed, match=told):
-            end_by(ended)
 
 
 # Over a real gateway.

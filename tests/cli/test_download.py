@@ -16,7 +16,7 @@ import trustme
 
 from gateway.local.cache import downloads_folder
 from gateway.local.server import server_environment
-from tests.cli.running import refusal, run, run_on_terminal
+from tests.cli.running import refusal, run_on_terminal
 from tests.cli.test_up import COMMAND, running
 from tests.each_case import each_case
 from tests.local.file_server import Fault, FileServer, digest
@@ -91,27 +91,6 @@ async def test_a_model_is_downloaded_served_and_not_downloaded_again(
     ]  # fmt: skip
     assert server.ranges_asked == [None, None, "bytes=1000000-"]
     assert all(headers["authorization"] == f"Bearer {TOKEN}" for _, headers in server.requests)
-
-
-@pytest.mark.real
-@pytest.mark.slow
-async def test_a_downloaded_model_is_served_beside_a_file(
-    server: FileServer, environment: dict[str, str], tmp_path: Path
-) -> None:
-    (tmp_path / "own.gguf").symlink_to(demo_model())
-    url = f"{server.origin}/models/fetched.gguf"
-    async with running(environment, "--model", url, "--model", tmp_path / "own.gguf") as it:
-        assert [model["id"] for model in await it.models()] == ["fetched", "own"]
-    # What can't be served beside what is there is told before the download.
-    same = f"{server.origin}/elsewhere/own.gguf"
-    told = refusal("up", "--model", same, "--model", str(tmp_path / "own.gguf"), status=1)
-    assert "both models are named own" in told
-    assert parts(environment) == []
-    broken = tmp_path / "broken.gguf"
-    broken.write_text("hello")
-    asked = len(server.requests)
-    assert "not a GGUF model" in run("up", "--model", url, "--model", str(broken)).err
-    assert len(server.requests) == asked
 
 
 @pytest.mark.slow

@@ -189,16 +189,6 @@ def test_a_store_that_can_not_be_opened_is_an_error_with_a_remedy(alone: Path) -
     assert "backup" in refusal("keys", "create", "--name", "alice", status=1)
 
 
-def test_without_a_store_the_lines_for_the_settings_are_shown(alone: Path) -> None:
-    write_settings(alone, {"store": {"url": "off"}})
-    ran = run("keys", "create", "--name", "alice", "--rpm", "5")
-    assert ran.status == 0
-    assert "there is no store" in ran.err
-    (entry,) = yaml.safe_load(ran.out.partition("For config/gateway.yaml:\n\n")[2])["keys"]
-    assert (entry["name"], entry["limits"]) == ("alice", {"rpm": 5})
-    assert "'llama-gateway keys create' shows the lines" in refusal("keys", "list")
-
-
 def test_a_named_gateway_that_does_not_answer_is_no_reason_to_open_the_store(alone: Path) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     refusal("keys", "create", "--name", "alice", "--admin-url", url, status=1)

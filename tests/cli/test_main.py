@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from gateway import __version__
 from gateway.cli import app
 from gateway.config.stored import MOST_SECRET_BYTES, secret_bytes
-from tests.cli.running import refusal, run, run_on_terminal, run_process
+from tests.cli.running import refusal, run, run_process
 from tests.known import known
 
 
@@ -90,16 +90,6 @@ def test_wrong_usage_is_2_and_reported_like_every_other_error(
 ) -> None:
     (line,) = refusal(*arguments).splitlines()
     assert line.startswith(f"error: {message}")
-
-
-@pytest.mark.parametrize(("environment", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
-def test_errors_are_coloured_on_a_terminal_that_wants_it(
-    environment: dict[str, str], coloured: bool
-) -> None:
-    status, output = run_on_terminal("check", "--nodes", "missing.yaml", **environment)
-    assert status == 2
-    assert "missing.yaml" in output
-    assert ("\x1b[1;31m" in output) == coloured
 
 
 def test_each_secret_is_a_new_one_that_the_settings_take() -> None:

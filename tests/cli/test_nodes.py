@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import trustme
 
-from gateway.cli.nodes import MOST_FAILED_POLLS
 from tests.cli.admin_api import AdminApi, admin_api
 from tests.cli.running import LIMIT, Ran, read_until, refusal, run
 from tests.each_case import each_case
@@ -95,25 +94,6 @@ def test_a_node_is_drained_and_resumed(
     assert (ran.status, ran.err, api.requests[0]) == (0, "", f"POST /admin/nodes/a/{sent}")
     assert ran.out.startswith(f"a: {shown}")
     assert api.nodes["a"]["in_flight"] == (0 if api.drains_end else node["in_flight"])
-
-
-def test_waiting_survives_a_few_failed_polls(
-    api: AdminApi, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gateway.cli.nodes.LONGEST_POLL_INTERVAL", 0.02)
-    api.add("a", in_flight=2)
-    api.drains_end = False
-
-    answer = api.answer
-
-    def failing_later(method: str, target: str, authorization: str | None) -> tuple[int, Any]:
-        if len(api.requests) == 2:
-            api.polls_that_fail, api.drains_end = MOST_FAILED_POLLS - 1, True
-        return answer(method, target, authorization)
-
-    api.answer = failing_later  # type: ignore[method-assign]
-    assert run_nodes(api, "drain", "a", "--wait").status == 0
-    assert api.nodes["a"]["in_flight"] == 0
 
 
 def test_waiting_ends_at_its_limit_or_when_somebody_resumes_the_node(api: AdminApi) -> None:
@@ -291,17 +271,6 @@ def test_a_group_is_drained_and_resumed(
     fleet.requests.clear()
     assert run_nodes(fleet, "resume", *arguments).status == 0
     assert posted(fleet) == [f"{name}/resume" for name in names]
-
-
-def test_the_list_and_a_dry_run_show_the_nodes_chosen_and_touch_none(fleet: AdminApi) -> None:
-    ran = run_nodes(fleet, "list", "--host", "epyc-b")
-    assert [line.split()[0] for line in ran.out.splitlines()] == ["NAME", "b0", "b1"]
-    ran = run_nodes(fleet, "drain", "--label", "rack=a", "--dry-run")
-    assert ran.status == 0
-    assert [line.split()[0] for line in ran.out.splitlines()] == ["NAME", "a0"]
-    ran = run_nodes(fleet, "drain", "a0", "--dry-run", "--json")
-    assert json.loads(ran.out) == {"nodes": [fleet.nodes["a0"]]}
-    assert posted(fleet) == []
 
 
 def test_all_nodes_of_a_model_are_not_drained_without_yes(fleet: AdminApi) -> None:

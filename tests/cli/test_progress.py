@@ -8,7 +8,6 @@ from structlog.testing import capture_logs
 from gateway.cli.progress import (
     DownloadProgress,
     StartupProgress,
-    StatusProgress,
 )
 from gateway.local.server import ServerEvent
 
@@ -28,20 +27,6 @@ def test_after_the_start_a_server_that_exits_and_returns_is_logged(
          "how": "exit status 1", "restart_in": 4.0},
         {"event": "server ready", "log_level": "info", "server": "one", "seconds": 3.1},
     ]  # fmt: skip
-
-
-def test_a_batch_is_a_line_for_each_new_status_and_now_and_then(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    times = [0.0]
-    with StatusProgress("batch_1", clock=lambda: times[0]) as progress:
-        for second in range(60):
-            times[0] = float(second)
-            progress.show(f"{second} done", "in_progress", second, 1000)
-        progress.show("completed", "completed", 60, 1000)
-    lines = capsys.readouterr().err.splitlines()
-    assert 4 <= len(lines) <= 8
-    assert (lines[0], lines[-1]) == ("batch_1: 0 done", "batch_1: completed")
 
 
 def test_a_download_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:

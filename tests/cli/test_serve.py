@@ -181,24 +181,6 @@ def test_problems_of_a_file_do_not_hide_those_of_the_listeners(folder: Path) -> 
         assert ("config/nodes.yaml:1: nodes" in told, "--allow-anonymous" in told) == (True, True)
 
 
-def test_two_nodes_of_one_server_are_a_warning(folder: Path) -> None:
-    nodes = (
-        "nodes:\n"
-        "  - {name: off, url: 'http://127.0.0.1:1', enabled: false}\n"
-        "  - {name: a, url: 'http://127.0.0.1:1'}\n"
-        "  - name: b\n"
-        "    url: http://127.0.0.1:1/\n"
-        "  - {name: m1, url: 'http://127.0.0.1:2', kind: openai, model: m1}\n"
-        "  - {name: m2, url: 'http://127.0.0.1:2', kind: openai, model: m2}\n"
-    )
-    (folder / "config/nodes.yaml").write_text(nodes)
-    ran = run("check")
-    assert ran.status == 0
-    (warning,) = ran.err.splitlines()
-    assert warning.startswith("warning: config/nodes.yaml:5: nodes[2].url: the nodes a and b are")
-    assert json.loads(run("check", "--json").out)["warnings"] == [warning.removeprefix("warning: ")]
-
-
 # check --probe.
 
 

@@ -212,20 +212,6 @@ class TestServing:
                         " Or start 'llama-gateway up' with '--context 16384'."
                     )
 
-    async def test_several_models_are_served_under_their_names(
-        self, environment: dict[str, str], settings: Path, tmp_path: Path
-    ) -> None:
-        models = [tmp_path / f"{name}.gguf" for name in ("first", "second")]
-        for model in models:
-            model.symlink_to(demo_model())
-        given = (word for model in models for word in ("--model", model))
-        async with running(environment, *given, "--slots", "3", "--config", settings) as it:
-            assert [one["id"] for one in await it.models()] == ["first", "second"]
-            assert '"model": "first"' in await it.line_with("curl")
-            for name, node in (("first", "local-0"), ("second", "local-1")):
-                assert (await it.chat(model=name)).headers["x-gateway-node"] == node
-            assert (await it.listed("nodes"))["local-1"]["slots_total"] == 3
-
     @pytest.mark.binary_only("the wheel's server has no router mode")
     async def test_a_folder_of_models_is_loaded_on_demand_and_followed(
         self, environment: dict[str, str], settings: Path, tmp_path: Path

@@ -7,15 +7,6 @@ const client = new Ollama({ host });
 const options = { num_predict: 24, temperature: 0, seed: 7 };
 const chat = { model: "demo", messages: [{ role: "user", content: "hello there" }], options };
 
-async function failure(promise) {
-  try {
-    await promise;
-  } catch (error) {
-    return { kind: error.name, status: error.status_code ?? null, message: error.message };
-  }
-  return null;
-}
-
 async function read(stream, textOf) {
   const parts = [];
   for await (const part of stream) parts.push(part);
@@ -34,13 +25,6 @@ const works = {
     return {
       plain: await client.generate(asked),
       stream: await read(await client.generate({ ...asked, stream: true }), (part) => part.response),
-    };
-  },
-  async errors() {
-    return {
-      model: await failure(client.chat({ ...chat, model: "nobody" })),
-      option: await failure(client.chat({ ...chat, options: { temperature: "hot" } })),
-      endpoint: await failure(client.embed({ model: "demo", input: "a" })),
     };
   },
 };

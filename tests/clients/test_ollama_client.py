@@ -94,18 +94,6 @@ async def test_a_chat(client: ollama.AsyncClient, chat_node: httpx.AsyncClient) 
     assert (parts[-1].done_reason, parts[-1].eval_count) == ("length", 24)
 
 
-async def test_a_prompt(client: ollama.AsyncClient, chat_node: httpx.AsyncClient) -> None:
-    found = await client.generate("demo", "hello there", options=OPTIONS)
-    assert found.response == await direct_text(chat_node)
-    messages = [{"role": "system", "content": "be brief"}, *HELLO]
-    found = await client.generate("demo", "hello there", system="be brief", options=OPTIONS)
-    assert found.response == await direct_text(chat_node, messages=messages)
-    raw = {"prompt": "hello there", "max_tokens": 24, **FIXED}
-    direct = (await chat_node.post("/v1/completions", json=raw)).json()["choices"][0]["text"]
-    stream = await client.generate("demo", "hello there", raw=True, options=OPTIONS, stream=True)
-    assert "".join([part.response or "" async for part in stream]) == direct
-
-
 @pytest.mark.parametrize("raw", [False, True])
 async def test_a_format_is_kept(client: ollama.AsyncClient, *, raw: bool) -> None:
     options = {**OPTIONS, "num_predict": 200}
@@ -200,13 +188,3 @@ async def test_javascript_chats(script: Path, site: Site, chat_node: httpx.Async
     assert streamed["parts"] > 20
     generated = await done(script, site, "generate")
     assert generated["plain"]["response"] == generated["stream"]["text"] == text
-
-
-async def test_javascript_errors(script: Path, site: Site) -> None:
-    found = await done(script, site, "errors")
-    assert {what: (error["kind"], error["status"]) for what, error in found.items()} == {
-        "model": ("ResponseError", 404),
-        "option": ("ResponseError", 400),
-        "endpoint": ("ResponseError", 501),
-    }
-    assert found["option"]["message"].startswith("'options.temperature': Expected `float")

@@ -35,10 +35,6 @@ async def official_client(url: str) -> AsyncIterator[ollama.AsyncClient]:
         yield client
 
 
-async def all_of(stream: AsyncIterator[Any]) -> list[Any]:
-    return [part async for part in stream]
-
-
 def lines(response: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line) for line in response.text.splitlines()]
 
@@ -137,19 +133,6 @@ async def test_a_broken_stream_is_resumed_on_another_node(
 
 
 @in_virtual_time
-async def test_a_stream_that_no_node_can_resume_ends_with_an_error(tmp_path: Path) -> None:
-    async with public(tmp_path, {**ON, "resume": "off"}) as gate:
-        gate.node.faults.next("close", after_events=5)
-        async with official_client(gate.url) as client:
-            stream = await client.chat("demo", HELLO, stream=True)
-            assert (await anext(stream)).message.content
-            with pytest.raises(ollama.ResponseError) as raised:
-                await all_of(stream)
-            assert "broke off" in raised.value.error
-            assert (await gate.last()).status == 502
-
-
-@in_virtual_time
 async def test_a_waiting_stream_gets_white_space(tmp_path: Path) -> None:
     async with public(tmp_path, {**ON, "heartbeat": 0.1}) as gate:
         gate.node.faults.next("hang", after_events=0)
@@ -184,26 +167,6 @@ async def test_an_empty_request_asks_no_node(tmp_path: Path) -> None:
         assert raised.value.status_code == 404
         assert gate.node.requests == 0
         assert gate.running.gateway.handler.body_memory.total_bytes == 0
-
-
-LIMITED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"grammar_bytes": 100}, {"format": {"enum": ["x" * 200]}}, "'format' holds a grammar or"),
-    ({"json_depth": 4}, {"format": {"a": {"b": {"c": {"d": {"e": 1}}}}}}, "The body is nested"),
-    ({"tools_bytes": 10}, {"tools": [{"type": "function"}]}, "'tools' has more than 10 bytes"),
-    ({}, {"options": {"stop": ["x"] * 10_000}}, "'options.stop'"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("limits", "body", "message"), LIMITED)
-@in_virtual_time
-async def test_limits_hold_as_for_a_direct_request(
-    tmp_path: Path, limits: dict[str, Any], body: dict[str, Any], message: str
-) -> None:
-    async with public(tmp_path, {**ON, "limits": limits}) as gate:
-        found = await gate.ask(request({"messages": HELLO, **body}, path="/api/chat"))
-        assert found.status == 400
-        assert json.loads(found.body)["error"].startswith(message)
-        assert gate.node.requests == 0
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ import pytest
 
 from gateway.callers.keys import ApiKey, new_key
 from tests.clients.site import Site, running_site
-from tests.gateways import NO_TLS
 from tests.servers import demo_servers
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="session")]
@@ -183,33 +182,3 @@ async def test_without_a_prompt_cache_the_node_reads_every_prompt_anew(
             await site.until_idle()
             assert [record.cached_tokens for record in site.records[-2:]] == [0, 0]
             assert all(record.prompt_tokens > 100 for record in site.records[-2:])
-
-
-async def tasks(url: str) -> list[int]:
-    """The last task of each slot, by the server itself."""
-    async with httpx.AsyncClient(trust_env=False, verify=NO_TLS, timeout=60) as client:
-        return [slot["id_task"] for slot in (await client.get(f"{url}/slots")).json()]
-
-
-async def test_in_a_pool_of_its_own_a_tenant_never_reaches_the_others_node(
-    tmp_path: Path, urls: list[str]
-) -> None:
-    nodes = [
-        {"name": name, "url": url, "labels": {"tenant": name}}
-        for name, url in zip(("a", "b"), urls, strict=True)
-    ]
-    groups = {
-        "of-alice": {"cache": {"nodes": {"tenant": "a"}}},
-        "of-bob": {"cache": {"nodes": {"tenant": "b"}}},
-    }
-    async with two_tenants(tmp_path, nodes, groups=groups) as site:
-        for path in PATHS:
-            prompt = secret()
-            await ask(site, ALICE, path, body(path, prompt))
-            before = await tasks(urls[0])
-            for more in ({}, {"stream": True}):
-                assert cached(await ask(site, BOB, path, body(path, prompt, **more))) < 30
-                prompt = secret()
-            await site.until_idle()
-            assert await tasks(urls[0]) == before
-        assert {record.caller: record.node for record in site.records} == {"alice": "a", "bob": "b"}

@@ -89,12 +89,3 @@ async def test_one_prompt_that_is_too_long_is_the_error_of_all(
         assert caught.value.param == "prompt"
     await site.until_idle()
     assert [record.status for record in site.records] == [400]
-
-
-async def test_many_texts_to_embed_need_no_more_slots_than_one(
-    openai: AsyncOpenAI, site: Site
-) -> None:
-    answer = await openai.embeddings.create(
-        model="demo-embed", input=[f"text {number}" for number in range(300)]
-    )
-    assert [item.index for item in answer.data] == list(range(300))

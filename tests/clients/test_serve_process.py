@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -16,7 +15,7 @@ import httpx
 import pytest
 
 from tests.clients.site import HELLO, busy, until_busy
-from tests.gateway_processes import LIMIT, Succession, serving
+from tests.gateway_processes import Succession, serving
 from tests.gateways import NO_TLS
 from tests.servers import running_demo_servers
 
@@ -156,25 +155,3 @@ async def test_a_node_is_drained_and_resumed_by_command_under_load(tmp_path: Pat
                 assert out.startswith("one: ready")
                 assert await load.more(30) == {"one", "two"}
         assert {line["status"] for line in gateway.logged("request")} == {200}
-
-
-@pytest.mark.smoke
-async def test_running_streams_complete_when_the_process_gets_sigterm(tmp_path: Path) -> None:
-    with running_demo_servers(1) as (one,):
-        async with serving(tmp_path, inventory(one=one.url)) as gateway:
-            await until(lambda: state_is(gateway, "one", "ready"))
-            body = {"messages": HELLO, "max_tokens": 1500, "stream": True}
-            async with (
-                httpx.AsyncClient(
-                    base_url=gateway.url, trust_env=False, verify=NO_TLS, timeout=120
-                ) as client,
-                client.stream("POST", "/v1/chat/completions", json=body) as answer,
-            ):
-                parts = answer.aiter_bytes()
-                first = await anext(parts)
-                gateway.first.send_signal(signal.SIGTERM)
-                data = first + b"".join([part async for part in parts])
-            assert data.endswith(b"data: [DONE]\n\n")
-            assert data.count(b'"content":"') == 1500
-            assert await asyncio.wait_for(gateway.first.wait(), LIMIT) == 0
-            await gateway.until("ended")

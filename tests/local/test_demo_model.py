@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 from pathlib import Path
 
 from gateway.local.demo_model import (
@@ -40,15 +39,3 @@ def test_every_word_byte_and_ascii_character_can_be_reached() -> None:
     assert sum(token.kind is TokenType.BYTE for token in tokens) == 256
     for word in (*(SPACE_MARK + word for word in WORDS), *BARE_WORDS):
         assert all(word[:end] in texts for end in range(1, len(word) + 1))
-
-
-def test_concurrent_processes_get_the_same_whole_file(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(4) as pool:
-        paths = pool.map(ensure_demo_model, [tmp_path] * 4)
-    assert len(set(paths)) == 1
-    assert hashlib.sha256(paths[0].read_bytes()).hexdigest() == DIGEST
-    assert sorted(p.name for p in paths[0].parent.iterdir()) == [
-        "demo-small-v2.gguf",
-        "demo-small-v2.gguf.lock",
-    ]

@@ -191,9 +191,12 @@ def test_a_range_of_another_file_is_not_appended(downloads: Downloads) -> None:
     assert any("has changed" in note for note in downloads.notes)
 
 
-def test_a_part_without_a_version_is_trusted_only_with_a_digest(downloads: Downloads) -> None:
+@pytest.mark.parametrize("etag", [None, 'W/"1"'], ids=["no version", "a weak one"])
+def test_a_part_without_a_version_is_trusted_only_with_a_digest(
+    downloads: Downloads, etag: str | None
+) -> None:
     server = downloads.server
-    server.etag = None
+    server.etag = etag
     downloads.break_off()
     assert downloads.run() == downloads.digest
     assert "with --sha256 it could be resumed" in downloads.notes[0]

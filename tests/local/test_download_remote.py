@@ -12,7 +12,6 @@ from gateway.local.download import (
     ModelUrlError,
     RangeRefusedError,
     RemoteError,
-    SourceRecord,
     cache_key,
     file_name,
     is_url,
@@ -52,12 +51,6 @@ def refused(client: httpx.Client, server: FileServer, start: int = 0) -> RemoteE
         read(client, f"{server.origin}/m?sig=hunter2", start)
     assert "hunter2" not in str(error.value)
     return error.value
-
-
-def test_a_weak_etag_cannot_prove_that_a_part_is_of_the_same_file() -> None:
-    assert SourceRecord("m", 'W/"1"', None).if_range is None
-    assert SourceRecord("m", 'W/"1"', "Mon, 01 Jan").if_range == "Mon, 01 Jan"
-    assert SourceRecord("m", '"1"', "Mon, 01 Jan").if_range == '"1"'
 
 
 # Redirects.

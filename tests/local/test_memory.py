@@ -13,7 +13,6 @@ from gateway.local import LocalFleetError, MemoryShortError
 from gateway.local.gguf import ModelFile, ModelShape, UnknownShapeError, read_model
 from gateway.local.memory import (
     MIB,
-    MOST_CHECKPOINTS,
     PlacedServer,
     ServerSettings,
     check_memory,
@@ -181,15 +180,6 @@ def test_copied_weights_count_twice_as_resident_and_once_as_needed(tmp_path: Pat
     found = shape(tmp_path, width=48, heads=4, kv_heads=1, feed_forward=64)
     with pytest.raises(UnknownShapeError, match="a row of 12 elements can't be of type q8_0"):
         server_memory(found, replace(ONE, key_type="q8_0"))
-
-
-def test_prompts_that_cannot_be_rolled_back_are_kept_in_checkpoints(tmp_path: Path) -> None:
-    assert server_memory(shape(tmp_path), ONE).checkpoints == 0
-    windowed = shape(tmp_path, architecture="gemma3", window=512, layers=6)
-    row = 2 * 2 * 512  # keys and values in f16
-    assert server_memory(windowed, ONE).checkpoints == 3 * 5 * 512 * row
-    endless = server_memory(windowed, replace(ONE, context=1 << 20)).checkpoints
-    assert endless == MOST_CHECKPOINTS * 5 * 512 * row
 
 
 # Locked memory.

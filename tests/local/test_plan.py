@@ -16,7 +16,6 @@ from gateway.local.gguf import ModelFile, read_model
 from gateway.local.memory import (
     MEMORY_RESERVE,
     MIB,
-    MOST_PROMPT_CACHE_BYTES,
     ServerSettings,
     file_memory,
     server_needs,
@@ -107,17 +106,6 @@ def test_the_context_is_bounded_by_the_models_training(
     assert plan_servers(one_node, of_model, context=asked)[0].context == context
     with pytest.raises(LocalFleetError, match="--context 32768 at most"):
         plan_servers(one_node, MODEL, context=65_537)
-
-
-@each_case(  # two servers take 12 GiB, 2 stay free
-    ("available", "servers", "kept"),
-    [(40 * GIB, 2, MOST_PROMPT_CACHE_BYTES), (16 * GIB, 2, GIB), (6 * GIB, 1, 0)],
-)
-def test_evicted_prompts_are_kept_only_where_there_is_room(
-    one_node: Topology, available: int, servers: int, kept: int
-) -> None:
-    specs = plan_servers(replace(one_node, memory_available=available), MODEL, servers=servers)
-    assert [spec.prompt_cache_bytes for spec in specs] == [kept] * servers
 
 
 def model(name: str, gib: float) -> ModelFile:

@@ -15,7 +15,6 @@ from gateway.local.server import (
     claim_port,
     claimed_port,
     find_binary,
-    last_lines,
     open_log,
     parse_flags,
     server_command,
@@ -175,21 +174,6 @@ def test_the_first_port_from_the_base_that_is_not_claimed_is_else_any() -> None:
 
 
 # Logs.
-
-
-def test_the_log_of_the_previous_run_stays(tmp_path: Path) -> None:
-    path = tmp_path / "logs" / "local-0.log"
-    for run in range(3):
-        with open_log(path) as log:
-            log.write(f"run {run}\n".encode())
-    assert last_lines(path) == ["run 2"]
-    assert last_lines(path.with_name("local-0.log.1")) == ["run 1"]
-    assert len(list(path.parent.iterdir())) == 2
-    path.write_bytes(b"\n".join(str(n).encode() for n in range(100)) + b"\nbad \xff\n")
-    assert last_lines(path, 2) == ["99", "bad \ufffd"]
-    assert last_lines(path.with_name("none.log")) == []
-    path.write_bytes(b"x" * 1_000_000)
-    assert len(last_lines(path)[0]) < 100_000
 
 
 def test_a_log_that_grows_past_its_limit_is_cut_under_its_writer(tmp_path: Path) -> None:

@@ -119,14 +119,6 @@ def test_efficiency_cores_of_a_hybrid_processor_get_no_thread(tmp_path: Path) ->
     assert machine.threads_per_server(machine.nodes[0]) == 4
 
 
-def test_the_small_cores_of_an_arm_processor_get_no_thread(tmp_path: Path) -> None:
-    root = make_machine(tmp_path, [[[0], [1], [2], [3]]])
-    for cpu, capacity in enumerate((446, 446, 1024, 1024)):
-        write(root, f"sys/devices/system/cpu/cpu{cpu}/cpu_capacity", f"{capacity}\n")
-    (node,) = read_topology(root).nodes
-    assert node.performance_cores == ((2,), (3,))
-
-
 RUN = """
 import sys, runpy
 sys.path.insert(0, sys.argv.pop(1))

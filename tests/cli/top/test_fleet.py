@@ -13,7 +13,6 @@ from gateway.cli.top.fleet import (
     FleetPicture,
     headline,
     node_lines,
-    problem_lines,
     request_lines,
     slots_drawn,
 )
@@ -159,22 +158,6 @@ def test_the_headline_tells_the_gateway_in_one_line() -> None:
     shown = picture(summary=summary | {"cluster": {"members": members}}, nodes=NODES)
     assert headline(shown).endswith(" | gw-a leader 2+1; gw-b unknown")
     assert headline(FleetPicture()) == "waiting for the gateway"
-
-
-def test_a_problem_names_its_caller_and_where_there_is_room_its_commands() -> None:
-    problem = {
-        "severity": "warning", "title": "t", "cause": "c.", "remedy": "r.", "caller": "team-a",
-        "commands": ["llama-gateway keys show team-a", "df -h\x1b"],
-    }  # fmt: skip
-    shown = picture(problems=[problem])
-    many = problem_lines(picture(problems=[problem] * 5), 2)
-    assert many[2:] == [("notice", "3 more: key 4")]
-    assert problem_lines(shown, 1) == [("warning", "t: c. Caller: team-a. Do: r.")]
-    named = picture(problems=[{**problem, "caller_name": "Team A"}])
-    assert problem_lines(named, 1) == [("warning", "t: c. Caller: Team A (team-a). Do: r.")]
-    ((_, text),) = problem_lines(shown, 1, commands=True)
-    assert text.startswith("t: c. Caller: team-a. Do: r. Run: llama-gateway keys show team-a; df")
-    assert text.isprintable()
 
 
 def test_a_router_s_models_follow_it_with_the_progress_of_a_load() -> None:

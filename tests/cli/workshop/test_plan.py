@@ -117,13 +117,6 @@ def test_wrong_figures_are_refused(words: str, problem: str) -> None:
     assert problem in refusal("plan", *words.split())
 
 
-def test_time_for_simulations_is_limited() -> None:
-    ran = run("plan", "--requests-per-hour", "500", *OWN, "--time-limit", "0.000001")
-    assert ran.status == 0
-    assert "not simulated to the end" in ran.err
-    assert "estimate" in ran.out
-
-
 CHAT = {"messages": [{"role": "user", "content": "tell me of " + "nodes " * 60}]}
 
 

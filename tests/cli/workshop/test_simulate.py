@@ -65,21 +65,6 @@ def test_wrong_usage_is_reported_before_the_work(words: str, message: str) -> No
     assert message in " ".join(refusal("simulate", *fleet, *words.split()).split())
 
 
-def test_standby_machines_are_compared_with_a_fleet_that_is_always_on() -> None:
-    out = output(
-        *("simulate", "--fleet", "1x2@40:600", "--standby", "2x2@40:600"),
-        *("--generate", "rate=0.2,requests=400,burst=6,every=1200,lasting=200"),
-        *("--elastic", "startup=20,stop_after=120,start_above=5,cost=0.5", "--json"),
-    )
-    always, elastic, alone = json.loads(out)["fleets"]
-    names = ["always on", "elastic", "base alone"]
-    assert [one["fleet"] for one in (always, elastic, alone)] == names
-    assert elastic["machine_hours"] < always["machine_hours"]
-    assert elastic["cost"] == pytest.approx(elastic["machine_hours"] * 0.5)
-    assert elastic["starts"] > 0
-    assert elastic["wait"]["mean"] < alone["wait"]["mean"]
-
-
 ROUTERS = (
     *("simulate", "--fleet", "1x2@40:600/16GiB,1x2@40:600/24GiB", "--models", "4x2GiB:9GiB"),
     *("--generate", "rate=0.5,requests=120,answer=50", "--placements", "3"),
