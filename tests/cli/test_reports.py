@@ -124,16 +124,11 @@ def test_without_a_gateway_the_store_is_read(tmp_path: Path) -> None:
         ("usage --since 2999-01-01", "--since: 2999-01-01T00:00:00Z is in the future"),
         ("usage --by node", "--by: 'node' is none of key"),
         ("usage --since 1d --until 2d", "--until"),
-        ("usage --limit 0", "--limit: must be a number from 1"),
         ("usage --csv --json", "--csv"),
-        ("audit --since soon", "--since: 'soon' is no time"),
         ("audit --until x", "--until"),
-        ("audit --limit 0", "--limit"),
         ("requests --since soon", "--since: 'soon' is no time"),
-        ("requests --slower-than -1", "--slower-than"),
         ("requests --failed --outcome ok", "one of the two"),
         ("requests --node=", "--node: must be 1 to 256 printable characters"),
-        ("requests --limit 0", "--limit"),
     ],
 )
 def test_questions_that_make_no_sense_are_refused(tmp_path: Path, words: str, message: str) -> None:

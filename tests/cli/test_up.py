@@ -363,10 +363,6 @@ class TestServing:
         (("--model", str(demo_model())) * 2, 1, ("both models are named demo-", "rename one")),
         (("--model", "a.gguf", "--model", "b.gguf", "--servers", "2"), 2, ("of several",)),
         (("--host", "0.0.0.0"), 2, ("--allow-anonymous",)),
-        (("--slots", "0"), 2, ()),
-        (("--servers", "0"), 2, ()),
-        (("--port", "70000"), 2, ()),
-        (("--nodes", "x"), 2, ()),
     ],
 )
 def test_a_start_that_can_not_succeed_is_refused_with_the_remedy(

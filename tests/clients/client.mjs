@@ -67,13 +67,6 @@ const works = {
     }
     return results;
   },
-  async errors() {
-    return {
-      model: await failure(client.chat.completions.create({ ...chat, model: "nobody" })),
-      class: await failure(client.chat.completions.create(chat, { headers: { "X-Priority": "best" } })),
-      endpoint: await failure(client.embeddings.create({ model: "demo", input: "a" })),
-    };
-  },
   // Aborts in the middle of a stream, and runs on until its standard input ends, so that the abort
   // and not the end of the process ends the request.
   async abort() {

@@ -51,17 +51,6 @@ async def test_a_response_is_accumulated_from_its_events(script: Path, site: Sit
     assert item["parsed_arguments"] in ({"city": "paris"}, {"city": "rome"})
 
 
-async def test_errors(script: Path, site: Site) -> None:
-    errors = await done(script, site, "errors")
-    found = {what: (error["kind"], error["code"]) for what, error in errors.items()}
-    assert found == {
-        "model": ("NotFoundError", "model_not_found"),
-        "class": ("BadRequestError", "invalid_request"),
-        "endpoint": ("InternalServerError", "not_supported"),
-    }
-    assert [record.status for record in site.records] == [404, 400, 501]  # each was sent once
-
-
 async def test_an_abort_frees_the_slot(script: Path, tmp_path: Path, narrow_url: str) -> None:
     async with (
         running_site(tmp_path, [narrow_url]) as site,

@@ -207,7 +207,6 @@ SLICE = "a.slice/b.service/memory.max 6G; a.slice/memory.max 8G; a.slice/memory.
     [
         ("", "", None, None),
         ("0::/", "cpu.max max 100000; memory.max max", None, None),
-        ("0::/", "cpu.max 150000 100000", 1.5, None),
         ("0::/a.slice/b.service", SLICE, None, 3 * GIB),  # the tightest of the ancestors
         ("0::/a/b", "a/b/cpu.max 400000 100000; a/cpu.max 200000 100000", 2.0, None),
         ("0::/", "memory.max 8G; memory.current 6G; memory.stat inactive_file 4G", None, 6 * GIB),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import sys
 import time
@@ -14,14 +13,12 @@ from pathlib import Path
 import httpx
 import pytest
 from textual.app import App
-from textual.containers import VerticalScroll
 from textual.pilot import Pilot
 from textual.widget import Widget
-from textual.widgets import DataTable, Static
+from textual.widgets import Static
 
 from gateway.cli.client import AdminClient
 from gateway.cli.top.app import Confirm, Explanation, Top
-from tests.cli.running import run_process
 from tests.emulator import EmulatedNode
 from tests.gateway_processes import Succession, serving
 from tests.gateways import NO_TLS
@@ -160,62 +157,3 @@ async def test_the_screen_fits_into_eighty_columns_of_a_terminal(tmp_path: Path)
             await eventually(ended, LIMIT)
         finally:
             await tmux("kill-server")
-
-
-# Where there is little room, over a gateway with many problems.
-
-
-DEAD_NODES = 24
-DEAD = [
-    {"name": f"node-{number}", "url": f"http://127.0.0.1:9/{number}", "host": f"host-{number}"}
-    for number in range(DEAD_NODES)
-]
-
-
-async def test_problems_leave_room_for_the_nodes_on_a_low_screen(tmp_path: Path) -> None:
-    async with serving(tmp_path, DEAD) as gateway, screen(gateway, 40, 10) as (app, pilot):
-        await until(pilot, lambda: len(app.picture.problems) > DEAD_NODES / 2)
-        table = app.query_one("#nodes-table", DataTable)
-        # Its head and some rows.
-        await until(pilot, lambda: table.region.height >= 4)
-        assert table.region.bottom <= 10
-        # The problems have a place of their own as soon as some are known, and are drawn later.
-        await until(pilot, lambda: "critical" in drawn(app.query_one("#problems-above")))
-        for columns, lines, least in ((80, 24, 8), (200, 50, 30), (40, 10, 4)):
-            await pilot.resize_terminal(columns, lines)
-            await until(pilot, lambda: app.size == (columns, lines))  # noqa: B023 - awaited here
-            await until(pilot, lambda: table.region.height >= least)  # noqa: B023
-            assert table.region.bottom <= lines
-        # Nothing is drained whose name was not seen.
-        await pilot.press("d")
-        await until(pilot, lambda: isinstance(app.screen, Confirm))
-        await pilot.pause()
-        question = app.screen.query_one(Static)
-        assert question.region.right <= 40
-        assert question.region.bottom <= 10
-        assert "y: yes n: no" in " ".join(drawn(question).split())
-        await pilot.press("n")
-        # All problems can be read in their own tab.
-        await pilot.press("4")
-        scroll = app.query_one("#problems-scroll", VerticalScroll)
-        await until(pilot, lambda: scroll.has_focus and scroll.max_scroll_y > 10)
-        await pilot.press("end")
-        await until(pilot, lambda: scroll.scroll_y == scroll.max_scroll_y)
-
-
-# In a pipe.
-
-
-@pytest.mark.smoke
-@pytest.mark.slow
-async def test_in_a_pipe_the_state_is_printed_once(tmp_path: Path) -> None:
-    async with EmulatedNode(model="demo") as node, serving(tmp_path, node) as gateway:
-        where = ("--admin-url", gateway.admin_url)
-        text = await asyncio.to_thread(run_process, ["top", *where])
-        assert (text.status, text.err) == (0, "")
-        assert "1 of 1 nodes work" in text.out
-        assert "ready" in text.out.split("NODE")[1]
-        as_json = await asyncio.to_thread(run_process, ["top", "--json", *where])
-        value = json.loads(as_json.out)
-        assert [node["name"] for node in value["nodes"]] == ["one"]
-        assert value["requests"] == []
