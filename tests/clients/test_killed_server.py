@@ -81,7 +81,7 @@ async def test_a_killed_server_costs_no_answer(tmp_path: Path) -> None:
         killed = known(fleet.pids[index])
         os.kill(killed, signal.SIGKILL)
         await until(lambda: nodes[name].state is not NodeState.READY)
-        assert all([all(answers) for answers in await asyncio.gather(*sent)])
+        assert all(all(answers) for answers in await asyncio.gather(*sent))
         await until(lambda: nodes[name].state is NodeState.READY, limit=120)
         assert fleet.pids[index] not in {None, killed}
         assert resumed
