@@ -15,6 +15,7 @@ from gateway.local.download import (
     is_url,
     open_remote,
     parse_model_url,
+    part_urls,
     printable,
     same_origin,
 )
@@ -193,3 +194,12 @@ def test_two_addresses_share_a_folder_only_where_they_are_one() -> None:
     key = cache_key(parse_model_url("https://h/m.gguf"))
     assert key == cache_key(parse_model_url("https://me:pw@h/m.gguf#x"))
     assert key != cache_key(parse_model_url("https://h/m.gguf?version=2"))
+    for parts in ("00000", "99999"):
+        with pytest.raises(ModelUrlError, match="files"):
+            part_urls(parse_model_url(f"https://h/m-00001-of-{parts}.gguf"))
+
+
+def test_a_server_that_is_away_may_come_back(client: httpx.Client) -> None:
+    with FileServer(b"").serving() as gone:
+        pass
+    assert refused(client, gone).retryable

@@ -98,5 +98,11 @@ class TestMeter:
             server.use("intel-rapl:0", RANGE_UJ // 2)
             meter.joules()
         assert meter.joules() == pytest.approx(3.5 + 5 * (RANGE_UJ // 2) / 1e6)
+        counter = server.zone("intel-rapl:0") / "energy_uj"
+        text = counter.read_text()
+        counter.unlink()
+        assert meter.joules() is None
+        counter.write_text(text)
+        assert meter.joules() is None, "a gap can't be filled"
         # Readings are due before the smallest counter begins again.
         assert meter.longest_interval == pytest.approx(RANGE_UJ / 2e9, rel=0.01)

@@ -13,10 +13,12 @@ import pytest
 from gateway.local import LocalFleetError
 from gateway.local.cache import downloads_folder, file_lock
 from gateway.local.download import (
+    DigestError,
     DownloadHooks,
     ModelWish,
     cache_key,
     fetch_model,
+    record_path,
 )
 from gateway.local.gguf import ModelFile, read_model
 from tests.local.file_server import Fault, FileServer, digest
@@ -70,6 +72,15 @@ def test_a_model_is_downloaded_once_and_is_a_model(models: Models, content: byte
     assert models.fetch() == path
     assert models.fetch("/m.gguf", digest(content)) == path
     assert len(models.server.requests) == 1
+
+
+def test_a_file_in_the_cache_with_another_digest_is_refused(models: Models, content: bytes) -> None:
+    path = models.fetch()
+    with pytest.raises(DigestError, match=r"llama-gateway cache remove m\.gguf"):
+        models.fetch("/m.gguf", "0" * 64)
+    record_path(path).unlink()  # then the file itself is read
+    with pytest.raises(DigestError, match=digest(content)):
+        models.fetch("/m.gguf", "0" * 64)
 
 
 def test_a_signed_address_that_changes_finds_the_file_by_its_digest(

@@ -26,6 +26,7 @@ from gateway.local.server import (
     claim_port,
     claimed_port,
     find_binary,
+    last_lines,
     open_log,
     parse_flags,
     restart_backoff,
@@ -200,6 +201,10 @@ def test_a_log_that_grows_past_its_limit_is_cut_under_its_writer(tmp_path: Path)
         log.write(b"c\n")
     assert path.read_bytes() == b"c\n"
     assert path.with_name("x.log.1").read_bytes().endswith(b"b\n")
+    # That of the previous run stays, too.
+    open_log(path).close()
+    assert last_lines(path.with_name("x.log.1")) == ["c"]
+    assert last_lines(tmp_path / "none.log") == []
 
 
 # Fleets of them.
