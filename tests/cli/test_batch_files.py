@@ -18,16 +18,13 @@ from hypothesis import strategies as st
 
 from gateway.cli import batch_files
 from gateway.cli.batch_files import (
-    CHAT,
     LONGEST_FILE_NAME,
     LONGEST_TEMPLATE,
     PreparedInput,
     Problems,
-    check_request,
     file_name_of,
     parse_template,
     prepare,
-    request_body,
     result_rows,
     text_of,
     write_whole,
@@ -48,31 +45,7 @@ def made(path: Path, template: str, problems: Problems | None = None, **options:
     return prepare(str(path), InputFlags(template=template, **options), problems or Problems(20))
 
 
-WHOLE = {"model": "m", "system": "be brief", "max_tokens": 5}
 SYSTEM, HI = {"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}
-
-
-@each_case(
-    ("endpoint", "chosen", "body"),
-    [
-        (CHAT, WHOLE, {"messages": [SYSTEM, HI], "max_tokens": 5}),
-        ("/v1/completions", {"max_tokens": 5}, {"prompt": "hi", "max_tokens": 5}),
-        (
-            "/v1/responses",
-            WHOLE,
-            {"input": "hi", "instructions": "be brief", "max_output_tokens": 5},
-        ),
-        ("/v1/messages", WHOLE, {"messages": [HI], "system": "be brief", "max_tokens": 5}),
-        ("/v1/embeddings", {"model": "m"}, {"input": "hi"}),
-    ],
-)
-def test_each_endpoint_has_its_own_body(
-    endpoint: str, chosen: dict[str, Any], body: dict[str, Any]
-) -> None:
-    shape = InputFlags(endpoint=endpoint, **chosen)
-    check_request(shape)
-    model = {"model": "m"} if "model" in chosen else {}
-    assert request_body(shape, "hi") == model | body
 
 
 def test_broken_rows_are_told_by_the_line_where_they_end(

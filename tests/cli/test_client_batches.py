@@ -7,7 +7,6 @@ from structlog.testing import capture_logs
 
 from gateway.cli.client import GatewayAway, GatewayRefused, Patience, PublicFlags
 from gateway.cli.progress import (
-    DownloadProgress,
     StartupProgress,
 )
 from gateway.cli.terminal import CommandFailed
@@ -107,18 +106,3 @@ def test_after_the_start_a_server_that_exits_and_returns_is_logged(
          "how": "exit status 1", "restart_in": 4.0},
         {"event": "server ready", "log_level": "info", "server": "one", "seconds": 3.1},
     ]  # fmt: skip
-
-
-def test_a_download_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
-    times = [0.0]
-    with DownloadProgress("h/m.gguf", clock=lambda: times[0]) as progress:
-        for done in range(26):
-            times[0] = float(done)
-            progress.show_bytes(done << 20, 40 << 20)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == [
-        "Downloading h/m.gguf",
-        "  0 MiB of 40 MiB (0%), 0.0 MiB/s",
-        "  10 MiB of 40 MiB (25%), 1.0 MiB/s, about 30 s left",
-        "  22 MiB of 40 MiB (55%), 1.0 MiB/s, about 18 s left",
-    ]

@@ -15,7 +15,6 @@ from tests.cli.running import output, refusal, run
 from tests.each_case import each_case
 from tests.local.gguf_files import gguf_writer
 from tests.local.machine import make_machine, two_sockets_with_smt
-from tests.local.machine import write as write_file
 from tests.local.small_models import LARGER, write_hollow
 from tests.workshop.fit.random_models import Recipe, write
 
@@ -132,21 +131,6 @@ def test_two_sockets_are_shown_with_the_command_for_each(tmp_path: Path) -> None
         "bind_memory": True,
         "no_mmap": True,
     }
-
-
-def test_a_server_on_a_hybrid_processor_is_pinned_to_the_performance_cores(tmp_path: Path) -> None:
-    root = make_machine(tmp_path, [[[0, 1], [2], [3]]])
-    write_file(root, "sys/devices/cpu_core/cpus", "0-1\n")
-    write_file(root, "sys/devices/cpu_atom/cpus", "2-3\n")
-    output = topology("--root", str(root))
-    assert "efficiency CPUs 2-3: left out" in output
-    assert "numactl --physcpubind=0-1 llama-server --threads 1 ..." in output
-
-
-def test_this_machine_s_work_is_read() -> None:
-    found = json.loads(topology("--json"))
-    assert found["cores"] >= 1
-    assert 0 < found["memory_available"] <= found["memory_total"]
 
 
 def test_a_folder_without_proc_and_sys_is_refused_with_the_remedy(tmp_path: Path) -> None:

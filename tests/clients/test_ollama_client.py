@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,6 @@ pytestmark = [
 ]
 
 OPTIONS = {"num_predict": 24, **FIXED}
-SCHEMA = {
-    "type": "object",
-    "properties": {"word": {"enum": ["river", "stone"]}},
-    "required": ["word"],
-}
 SETTINGS: dict[str, Any] = {
     "ollama": True,
     "default_model": "demo",
@@ -92,18 +86,6 @@ async def test_a_chat(client: ollama.AsyncClient, chat_node: httpx.AsyncClient) 
     assert len(parts) > 20
     assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]
     assert (parts[-1].done_reason, parts[-1].eval_count) == ("length", 24)
-
-
-@pytest.mark.parametrize("raw", [False, True])
-async def test_a_format_is_kept(client: ollama.AsyncClient, *, raw: bool) -> None:
-    options = {**OPTIONS, "num_predict": 200}
-    found = await client.generate("demo", "hello", format=SCHEMA, raw=raw, options=options)
-    assert found.response
-    assert json.loads(found.response)["word"] in {"river", "stone"}
-    if not raw:
-        chat = await client.chat("demo", HELLO, format=SCHEMA, options=options)
-        assert chat.message.content
-        assert json.loads(chat.message.content)["word"] in {"river", "stone"}
 
 
 @pytest.mark.parametrize("streams", [False, True])

@@ -198,29 +198,3 @@ async def test_bad_bodies_get_ollamas_error(tmp_path: Path) -> None:
             found = await gate.ask(request(body, path=path))
             assert found.status == status, (path, body[:20])
             assert isinstance(json.loads(found.body)["error"], str)
-
-
-@in_virtual_time
-async def test_models_are_described(tmp_path: Path) -> None:
-    models = {"gpt": {"use": "demo"}}
-    async with (
-        EmulatedNode() as chatting,
-        EmulatedNode(model="embedder", embeddings=True) as embedding,
-        running_gateway(
-            tmp_path,
-            [
-                {"name": "a", "url": chatting.url, "endpoints": ["chat", "vision"], "tier": "gpu"},
-                {"name": "b", "url": embedding.url, "endpoints": ["embeddings"]},
-            ],
-            {**ON, "models": models},
-        ) as running,
-        official_client(running.url) as client,
-    ):
-        found = await client.show("demo")
-        assert found.capabilities == ["completion", "tools", "vision"]
-        assert found.modelinfo is not None
-        assert found.modelinfo["llama.context_length"] == 4096
-        await embedding.kill()
-        await until(lambda: running.gateway.fleet.nodes["b"].state.value == "down")
-        assert {one.model for one in (await client.ps()).models} == {"demo", "gpt"}
-        assert {one.model for one in (await client.list()).models} == {"demo", "embedder", "gpt"}

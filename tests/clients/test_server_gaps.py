@@ -214,16 +214,6 @@ async def test_a_response_obeys_its_format(openai: AsyncOpenAI) -> None:
     assert response.output_text.startswith("{")
 
 
-async def test_a_response_may_still_call_tools_beside_a_format(openai: AsyncOpenAI) -> None:
-    """The server would bind the output to the format alone, and no tool would ever be called."""
-    text: Any = {"format": BOUND}
-    response = await openai.responses.create(**ASK, **CALL, text=text, max_output_tokens=200)
-    assert [item.type for item in response.output] == ["function_call"]
-    body = CALL | {"tool_choice": "none"}
-    response = await openai.responses.create(**ASK, **body, text=text, max_output_tokens=200)
-    assert obeys(response.output_text)
-
-
 @pytest.mark.parametrize("limit", [6, 100_000], ids=["its own limit", "the context"])
 async def test_a_response_that_was_cut_off_is_incomplete(openai: AsyncOpenAI, limit: int) -> None:
     plain = await openai.responses.create(**ASK, max_output_tokens=limit)

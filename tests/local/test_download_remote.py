@@ -85,23 +85,6 @@ def test_redirects_are_bounded(client: httpx.Client, server: FileServer) -> None
 # Refusals.
 
 
-@each_case(
-    ("status", "retryable", "text"),
-    [
-        (401, False, "--token-env"), (403, False, "accept its terms"),
-        (404, False, "check the address"), (418, False, "HTTP 418"), (429, True, "HTTP 429"),
-        (503, True, "Service Unavailable"), (599, False, "HTTP 599"),
-    ],
-)  # fmt: skip
-def test_a_status_names_the_remedy_and_whether_a_later_try_may_help(
-    client: httpx.Client, server: FileServer, status: int, retryable: bool, text: str
-) -> None:
-    server.always = Fault(status, {"Retry-After": "7200"})
-    error = refused(client, server)
-    assert text in str(error)
-    assert (error.retryable, error.retry_after) == (retryable, 60)
-
-
 @each_case("sent", ["bytes 0-9/10", "bytes 5-9", "pages 1-2/3", "", "bytes " + "9" * 40])
 def test_another_range_than_the_one_asked_is_not_taken(
     client: httpx.Client, server: FileServer, sent: str

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import math
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from tests.local.machine import is_locked
 from tests.local.server_requests import TIMEOUT, get, post
 from tests.servers import (
     demo_model,
-    demo_servers,
     may_lock,
     running_demo_servers,
     spawn_demo_server,
@@ -26,33 +23,12 @@ from tests.servers import (
 pytestmark = [pytest.mark.real, pytest.mark.wheel_only("about the embedded server itself")]
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with demo_servers(1, slots=2) as (url,):
-        yield url
-
-
 def chat(url: str, content: str, **more: Any) -> dict[str, Any]:
     body = {"messages": [{"role": "user", "content": content}], "temperature": 0} | more
     answer = post(f"{url}/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
     choice: dict[str, Any] = answer.json()["choices"][0]
     return choice
-
-
-def test_it_has_the_endpoints_that_the_gateway_reads_and_none_for_web_pages(url: str) -> None:
-    assert get(f"{url}/health").json() == {"status": "ok"}
-    props = get(f"{url}/props").json()
-    assert props["total_slots"] == 2
-    assert props["default_generation_settings"]["n_ctx"] == 4096
-    slots = get(f"{url}/slots", headers={"Origin": "http://evil.example"})
-    assert len(slots.json()) == 2
-    assert slots.headers.get("Access-Control-Allow-Origin", "") == ""
-    assert "llamacpp:prompt_tokens_total" in get(f"{url}/metrics").text
-    assert [model["id"] for model in get(f"{url}/v1/models").json()["data"]] == ["demo"]
-    text = "Grüße, 日本 \U0001f600\n\ttab  two spaces <b>&</b>"
-    tokens = post(f"{url}/tokenize", json={"content": text}).json()["tokens"]
-    assert post(f"{url}/detokenize", json={"tokens": tokens}).json()["content"] == text
 
 
 @pytest.mark.smoke
@@ -101,19 +77,6 @@ def test_words_are_generated_and_not_logged_and_sigterm_ends_it_at_once_during_a
     assert len(set(words)) > 50
     assert "lighthouse" not in log
     assert f"{words[0]} {words[1]}" not in log
-
-
-def test_one_for_embeddings_serves_them() -> None:
-    with demo_servers(1, embedding=True) as (url,):
-        body = {"input": ["the river", "the river", "a lamp"], "model": "demo"}
-        data = post(f"{url}/v1/embeddings", json=body).json()["data"]
-        long = post(f"{url}/v1/embeddings", json={"input": "sea " * 2000, "model": "demo"})
-    assert long.json()["usage"]["prompt_tokens"] > 2000
-    one, same, other = (item["embedding"] for item in data)
-    assert len(one) == 128
-    assert math.isclose(sum(x * x for x in one), 1.0, rel_tol=1e-3)
-    assert sum(x * y for x, y in zip(one, same, strict=True)) > 0.999
-    assert sum(x * y for x, y in zip(one, other, strict=True)) < 0.99
 
 
 @pytest.mark.skipif(not may_lock(), reason="the limit of locked memory is too low here")

@@ -277,18 +277,3 @@ def test_metadata_that_contradicts_itself_is_refused(
 ) -> None:
     with pytest.raises(UnknownShapeError, match=problem):
         layers("llama", **metadata)
-
-
-def test_what_is_not_known_is_refused() -> None:
-    known = header("llama", block_count=1, embedding_length=64, attention__head_count=2)
-    for one, said in (
-        (header("rwkv7"), "its architecture is 'rwkv7'"),
-        (Header({}, (), 0), "'not named'"),
-        (Header(known.metadata, (), 0), "no weights"),
-        (Header(known.metadata, (Tensor("t", (4, 4), 77, 0),), 100), "weights of type 77"),
-    ):
-        with pytest.raises(UnknownShapeError, match=said):
-            model_shape([one])
-    mixed = {"shortconv__l_cache": 3, "attention__sliding_window": 64}
-    with pytest.raises(UnknownShapeError, match="mixes windows with recurrent layers"):
-        layers("lfm2", attention__head_count_kv=(0, 8, 0, 0), **mixed)

@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 
 from gateway.local import LocalFleetError, MemoryShortError, ModelFileError
-from gateway.local.gguf import ModelFile, read_model
+from gateway.local.gguf import ModelFile
 from gateway.local.memory import (
     MEMORY_RESERVE,
     MIB,
     ServerSettings,
     file_memory,
-    server_needs,
 )
 from gateway.local.plan import (
     DEFAULT_CONTEXT,
@@ -123,23 +122,6 @@ def test_models_go_to_the_numa_nodes_with_most_memory_left_the_largest_first(
     assert all(spec.no_mmap for spec in specs)
     with pytest.raises(MemoryShortError, match=r"NUMA node 0 has 24\.0 GiB available"):
         plan_specs([model("a", 15), model("b", 1)], topology=machine)
-
-
-def test_models_get_as_many_slots_as_memory_has_room_for(
-    one_node: Topology, tmp_path: Path
-) -> None:
-    large = read_model(write(WIDE, tmp_path, hollow=True))
-    models = [large, replace(large, name="other", path=tmp_path / "other.gguf")]
-    needs = [server_needs(large, ServerSettings(slots, DEFAULT_CONTEXT))[0] for slots in (1, 2, 3)]
-    for room, slots in ((needs[0] + needs[1], 1), (2 * needs[1], 2), (9 * needs[2], 4)):
-        machine = replace(one_node, memory_available=room + MEMORY_RESERVE)
-        specs = plan_specs(models, topology=machine, slots=4)
-        assert [spec.slots for spec in specs] == [slots, slots]
-    short = replace(one_node, memory_available=2 * needs[0] + MEMORY_RESERVE - 1)
-    with pytest.raises(MemoryShortError, match=r"0\.\d GiB \(weights.*other.*--models-dir"):
-        plan_specs(models, topology=short, slots=4)
-    forced = plan_specs(models, topology=short, slots=4, force_memory=True)
-    assert [spec.slots for spec in forced] == [4, 4]
 
 
 # The plan for a machine.

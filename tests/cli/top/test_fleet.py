@@ -158,19 +158,3 @@ def test_the_headline_tells_the_gateway_in_one_line() -> None:
     shown = picture(summary=summary | {"cluster": {"members": members}}, nodes=NODES)
     assert headline(shown).endswith(" | gw-a leader 2+1; gw-b unknown")
     assert headline(FleetPicture()) == "waiting for the gateway"
-
-
-def test_a_router_s_models_follow_it_with_the_progress_of_a_load() -> None:
-    rows = [
-        {"name": "z1", "state": "ready"},
-        {"name": "r1", "state": "ready"},
-        {"name": "r1/a", "state": "ready", "router": "r1", "progress": None},
-        {"name": "r1/b", "state": "loading", "router": "r1", "progress": 0.4},
-    ]
-    shown = picture(nodes=rows, summary={"ready": True, "states": {"ready": 2}})
-    by_name = node_lines(shown, column("NODE"))
-    assert [line.key for line in by_name] == ["r1", "r1/a", "r1/b", "z1"]
-    assert [line.key for line in node_lines(shown)] == ["z1", "r1", "r1/b", "r1/a"]
-    assert by_name[2].cells[column("STATE")] == "loading 40%"
-    assert [line.key for line in node_lines(shown, words="r1/b")] == ["r1/b"]
-    assert "2 of 2 nodes work" in headline(shown)
