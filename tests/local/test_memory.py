@@ -209,14 +209,14 @@ def test_memory_may_be_locked_to_the_hard_limit_or_where_a_server_has_the_capabi
 def test_a_model_that_may_not_be_locked_starts_nothing(tmp_path: Path) -> None:
     topology = read_topology(make_machine(tmp_path / "machine", [[[0]]]))
 
-    def locks(limit: int | None, mlock: bool = True) -> bool:
+    def locks(limit: int | None, **asked: bool) -> bool:
         plan = plan_local_fleet(
-            cache=tmp_path, topology=topology, mlock=mlock, read_memlock_limit=lambda: limit
+            cache=tmp_path, topology=topology, **asked, read_memlock_limit=lambda: limit
         )
         return plan.specs[0].mlock
 
     with pytest.raises(LocalFleetError) as caught:
-        locks(1 << 20)
+        locks(1 << 20, mlock=True)
     for word in ("demo-small-v2.gguf", "1 MiB", "4 MiB", "prlimit", "CAP_IPC_LOCK", "--mlock"):
         assert word in str(caught.value)
-    assert (locks(None), locks(8 << 20), locks(1, mlock=False)) == (True, True, False)
+    assert (locks(None, mlock=True), locks(8 << 20, mlock=True), locks(1)) == (True, True, False)
