@@ -129,12 +129,13 @@ async def test_each_refusal_is_the_error_of_its_type(tmp_path: Path, narrow_url:
                 with pytest.raises(error) as caught:
                     await other_client.messages.create(**ASK | body)
             assert kind(caught.value) == found
-        assert int(caught.value.response.headers["retry-after"]) >= 1
+            if found == "rate_limit_error":
+                assert int(caught.value.response.headers["retry-after"]) >= 1
         await stream.close()
         await until_busy(narrow_url, 0)
-        with pytest.raises(package.BadRequestError, match="prompt is too long") as caught:
+        with pytest.raises(package.BadRequestError, match="prompt is too long") as refused:
             await client.messages.create(**ASK | {"messages": long})
-        assert kind(caught.value) == "invalid_request_error"
+        assert kind(refused.value) == "invalid_request_error"
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gguf import GGMLQuantizationType as Type
@@ -209,7 +210,7 @@ def test_memory_may_be_locked_to_the_hard_limit_or_where_a_server_has_the_capabi
 def test_a_model_that_may_not_be_locked_starts_nothing(tmp_path: Path) -> None:
     topology = read_topology(make_machine(tmp_path / "machine", [[[0]]]))
 
-    def locks(limit: int | None, **asked: bool) -> bool:
+    def locks(limit: int | None, **asked: Any) -> bool:
         plan = plan_local_fleet(
             cache=tmp_path, topology=topology, **asked, read_memlock_limit=lambda: limit
         )

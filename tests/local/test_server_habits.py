@@ -39,7 +39,9 @@ class Connection(HTTPConnection):
         self.connect()
 
     def ask(self, path: str, body: object = None) -> None:
-        self.request("GET" if body is None else "POST", path, body and json.dumps(body))
+        self.request(
+            "GET" if body is None else "POST", path, None if body is None else json.dumps(body)
+        )
 
     def is_silent_for(self, seconds: float) -> bool:
         ready, _, _ = select.select([self.sock], [], [], seconds)

@@ -85,5 +85,6 @@ def test_an_unsuitable_python_is_refused_with_the_reason_and_the_remedy(
         assert (done.returncode, done.stdout) == (1, "")
         assert "Remedy: " in done.stderr
         assert not named or message in done.stderr
+    done = find(system, path)
     assert f"{system}/python3 has no venv module" in done.stderr
     assert "apt-get install python3 python3-venv" in done.stderr
