@@ -13,7 +13,7 @@ from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 from tests.servers import running_demo_servers
 
-SECRET = "the launch code is 7391 "
+SECRET = "the launch code is 7391, which nobody else may know of or tell "
 SETTINGS = {"store": {"url": "off"}, "health": {"interval": 0.2}}
 
 
@@ -24,7 +24,7 @@ async def ask(gateway: Running, tag: str, tokens: int = 4, repeated: int = 1) ->
     ]
     response = await gateway.client.post(
         "/v1/chat/completions",
-        json={"messages": messages, "max_tokens": tokens},
+        json={"messages": messages, "max_tokens": tokens, "temperature": 0},
         headers={"x-request-id": tag},
     )
     usage = response.json()["usage"]
