@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import csv
 import json
 import os
 import signal
-import ssl
 import subprocess
 import sys
 import threading
-import time
+from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import trustme
 
-from gateway.cli.batch import describe, details, end_by, span
-from gateway.cli.terminal import CommandFailed
 from tests.cli.batch_api import BatchApi, batch_api
-from tests.cli.running import LIMIT, output, refusal, run, run_on_terminal
-from tests.each_case import each_case
+from tests.cli.running import LIMIT, output, refusal, run
+from tests.emulator import EmulatedNode
+from tests.gateway_processes import serving
+from tests.known import known
 
 CHAT = "/v1/chat/completions"
 
 
-def line(custom_id: str, content: str = "hello") -> str:
-    body = {"model": "m", "messages": [{"role": "user", "content": content}]}
+def line(custom_id: str, content: str = "hello", model: str = "m") -> str:
+    body = {"model": model, "messages": [{"role": "user", "content": content}]}
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": CHAT, "body": body})
 
 
@@ -54,6 +53,10 @@ def lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_submit_prints_the_id_and_says_how_to_follow(api: BatchApi, lines: Path) -> None:
+    checked = json.loads(output("batch", "submit", "lines.jsonl", "--check", "--json"))
+    assert (checked["lines"], checked["problems"], checked["models"]) == (5, 0, ["m"])
+    assert api.requests == []
+    api.lines_per_look = 0
     ran = run("batch", "submit", "lines.jsonl", "--window", "2h", "--metadata", "a=b")
     assert (ran.status, ran.out) == (0, "batch_0\n")
     assert "5 lines for /v1/chat/completions (m)" in ran.err
@@ -62,6 +65,15 @@ def test_submit_prints_the_id_and_says_how_to_follow(api: BatchApi, lines: Path)
     assert batch["completion_window"] == "2h"
     assert batch["metadata"] == {"a": "b"}
     assert api.files[batch["input_file_id"]][1] == lines.read_bytes()
+    assert "batch_0" in run("batch", "list").out
+    shown = run("batch", "show", "batch_0").out
+    assert "metadata:       a=b" in shown
+    assert "cost:           0.25" in shown
+    assert "paused (by its owner)" in output("batch", "pause", "batch_0")
+    assert "paused" not in output("batch", "resume", "batch_0")
+    assert output("batch", "cancel", "batch_0").startswith("batch_0: cancelled, ")
+    told = refusal("batch", "cancel", "batch_0", status=1)
+    assert "Cannot cancel a batch with status 'cancelled'" in told
 
 
 def test_waiting_writes_the_output_and_shows_progress(api: BatchApi, lines: Path) -> None:
@@ -81,7 +93,6 @@ def test_lines_from_stdin_are_waited_for_and_a_script_is_told_where_the_results_
     told = json.loads(output("batch", "submit", "-", "--wait", "--json", stdin=lines.read_text()))
     assert (told["output"], told["errors"]) == ("stdin.out.jsonl", None)
     assert (told["done"], told["failed"], told["batch"]["status"]) == (5, 0, "completed")
-    assert len(Path("stdin.out.jsonl").read_text().splitlines()) == 5
 
 
 def test_failed_lines_end_with_status_1_and_a_file_of_errors(api: BatchApi, lines: Path) -> None:
@@ -119,28 +130,6 @@ def test_each_broken_line_is_told_with_its_number_and_nothing_is_sent(
     assert api.files["file-0"][1] == lines.read_bytes()
 
 
-def test_check_needs_no_gateway(lines: Path) -> None:
-    out = output("batch", "submit", "lines.jsonl", "--check")
-    assert out.startswith("5 lines for /v1/chat/completions (m), about ")
-    checked = run("batch", "submit", "lines.jsonl", "--check", "--json")
-    told = json.loads(checked.out)
-    assert (told["lines"], told["problems"], told["models"]) == (5, 0, ["m"])
-
-
-def test_a_table_with_a_template(api: BatchApi, lines: Path) -> None:
-    Path("mails.csv").write_text('id,mail\nx,"two\nlines"\ny,=1+1\n')
-    ran = run(
-        "batch", "submit", "mails.csv", "--template", "Answer: {mail}",
-        "--id-column", "id", "--model", "m", "--wait", "--format", "csv",
-    )  # fmt: skip
-    assert ran.status == 0, ran.err
-    with Path("mails.out.csv").open(newline="") as file:
-        assert list(csv.DictReader(file)) == [
-            {"id": "x", "mail": "two\nlines", "text": "re: Answer: two\nlines", "error": ""},
-            {"id": "y", "mail": "=1+1", "text": "re: Answer: =1+1", "error": ""},
-        ]
-
-
 def test_a_table_of_results_has_the_columns_and_the_order_of_the_input(
     api: BatchApi, lines: Path
 ) -> None:
@@ -169,31 +158,6 @@ def test_a_table_of_results_has_the_columns_and_the_order_of_the_input(
     assert run(*fetch[:-4], "--table", "in.csv").status == 2
 
 
-def test_a_table_of_stdin_keeps_its_columns(api: BatchApi, lines: Path) -> None:
-    ran = run(
-        "batch", "submit", "-", "--input", "csv", "--template", "{a}",
-        "--wait", "--format", "csv", "--output", "-", stdin="a\none\ntwo\n",
-    )  # fmt: skip
-    assert ran.status == 0, ran.err
-    assert ran.out == "a,text,error\none,re: one,\ntwo,re: two,\n"
-
-
-def test_a_folder_of_texts(api: BatchApi, lines: Path) -> None:
-    texts = Path("texts")
-    texts.mkdir()
-    (texts / "a.txt").write_text("one")
-    (texts / "b").write_text("two")
-    (texts / "picture").write_bytes(b"\x89PNG\xff")
-    ran = run(
-        "batch", "submit", "texts", "--template", "{name}: {text}", "--wait",
-        "--format", "folder", "--output", "done",
-    )  # fmt: skip
-    assert ran.status == 0, ran.err
-    assert "picture: skipped: is no text in UTF-8" in ran.err
-    assert Path("done/a.txt").read_text() == "re: a.txt: one"
-    assert Path("done/b.txt").read_text() == "re: b: two"
-
-
 def test_a_lost_answer_makes_no_second_batch_and_no_second_upload(
     api: BatchApi, lines: Path
 ) -> None:
@@ -215,23 +179,6 @@ def test_a_repeated_command_with_the_same_idempotency_key_finds_its_batch(
     assert (len(api.batches), len(api.files)) == (1, 1)
     lines.write_text(f"{line('another')}\n")
     assert "answers 409: Another request had this key" in refusal(*command, status=1)
-
-
-def test_a_gateway_that_restarts_while_it_is_waited_for(api: BatchApi, lines: Path) -> None:
-    api.lines_per_look = 1
-    busy = (503, {"retry-after": "0"}, "starting")
-    looks: list[int] = []
-
-    def restart() -> None:
-        looks.append(1)
-        if len(looks) == 2:
-            api.refusals += [busy, busy]
-
-    api.on_look = restart
-    ran = run("batch", "submit", "lines.jsonl", "--wait")
-    assert ran.status == 0, ran.err
-    assert "answers 503: starting; trying again for up to 600 s" in ran.err
-    assert "the gateway answers again" in ran.err
 
 
 def test_ctrl_c_leaves_the_batch_running_and_says_how_to_come_back(
@@ -259,54 +206,6 @@ def test_ctrl_c_leaves_the_batch_running_and_says_how_to_come_back(
     assert not any("cancel" in request for request in api.requests)
 
 
-def test_list_and_show(api: BatchApi, lines: Path) -> None:
-    assert "this key has no batches" in run("batch", "list").err
-    run("batch", "submit", "lines.jsonl", "--metadata", "a=b")
-    listed = run("batch", "list")
-    assert listed.out.splitlines()[0].split() == [
-        "ID", "STATUS", "LINES", "DONE", "FAILED", "ENDPOINT", "CREATED", "DUE", "WAITS", "FOR",
-    ]  # fmt: skip
-    assert "batch_0" in listed.out
-    as_json = run("batch", "list", "--json")
-    assert json.loads(as_json.out)["batches"][0]["id"] == "batch_0"
-    shown = run("batch", "show", "batch_0").out
-    assert "metadata:       a=b" in shown
-    assert "cost:           0.25" in shown
-    assert json.loads(run("batch", "show", "batch_0", "--json").out)
-
-
-def test_a_starved_batch_tells_why_and_when(api: BatchApi, lines: Path) -> None:
-    run("batch", "submit", "lines.jsonl")
-    batch, now = api.batches["batch_0"], time.time()
-    api.lines_per_look = 0
-    message = "Callers' requests go first: they have the slots, or wait for them."
-    why = {"reason": "callers_first", "message": message, "since": now - 600, "until": None}
-    batch["llama_gateway"] |= {
-        "why_waiting": why, "expected_start": now + 300, "expected_end": now + 3000,
-        "expected_by": "nodes",
-    }  # fmt: skip
-    shown = run("batch", "show", "batch_0").out
-    assert "waits since" in shown
-    assert f"waits for:      {message}" in shown
-    assert "expected start: about" in shown
-    assert "if it has all slots of its nodes from then on" in shown
-    assert "callers_first" in run("batch", "list").out
-    told = describe(batch, now)
-    assert told.startswith("in progress, 0 of 5 done, waits since ")
-    assert "(Callers' requests go first: they have the slots, or wait for them)" in told
-
-
-def test_pause_resume_and_cancel(api: BatchApi, lines: Path) -> None:
-    run("batch", "submit", "lines.jsonl")
-    paused = run("batch", "pause", "batch_0")
-    assert (paused.status, "paused (by its owner)" in paused.out) == (0, True)
-    assert "paused" not in run("batch", "resume", "batch_0").out
-    cancelled = run("batch", "cancel", "batch_0")
-    assert (cancelled.status, cancelled.out) == (0, "batch_0: cancelled, 0 of 5 done\n")
-    told = refusal("batch", "cancel", "batch_0", status=1)
-    assert "Cannot cancel a batch with status 'cancelled'" in told
-
-
 def test_fetch_before_the_end_needs_partial(api: BatchApi, lines: Path) -> None:
     api.lines_per_look = 2
     run("batch", "submit", "lines.jsonl")
@@ -318,6 +217,8 @@ def test_fetch_before_the_end_needs_partial(api: BatchApi, lines: Path) -> None:
 
 
 def test_errors_have_remedies(api: BatchApi, lines: Path, tmp_path: Path) -> None:
+    for id_ in ("../files", "batch 1", "", "b" * 129):
+        assert "is no batch's id" in refusal("batch", "fetch", id_)
     assert "'llama-gateway batch list' shows" in refusal("batch", "show", "batch_9", status=1)
     api.key = "sk-right"
     assert "--key-file" in refusal("batch", "list", status=1)
@@ -340,81 +241,52 @@ def test_the_key_of_the_environment_is_used_and_never_shown(
     assert "sk-wrong" not in refusal("batch", "list", status=1)
 
 
-def test_a_certificate_of_its_own(tmp_path: Path) -> None:
-    authority = trustme.CA()
-    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    authority.issue_cert("127.0.0.1").configure_cert(context)
-    with batch_api(context) as api:
-        assert "with --ca" in refusal("batch", "list", "--url", api.url, status=1)
-        ca = str(tmp_path / "ca.pem")
-        assert run("batch", "list", "--url", api.url, "--ca", ca).status == 0
+# Over a real gateway.
+
+
+async def until_told(process: Process, words: str) -> None:
+    """Read what a command tells up to these words."""
+    told = ""
+    async with asyncio.timeout(LIMIT):
+        while words not in told:
+            one = await known(process.stderr).readline()
+            assert one, f"it has ended without '{words}':\n{told}"
+            told += one.decode()
 
 
 @pytest.mark.slow
-def test_on_a_terminal_one_line_moves(api: BatchApi, lines: Path) -> None:
-    api.lines_per_look = 2
-    status, shown = run_on_terminal("batch", "submit", "lines.jsonl", "--wait", COLUMNS="120")
-    assert status == 0, shown
-    assert "in progress, 2 of 5 done, 55 tokens/s, ends about" in shown
-    assert "completed, 5 of 5 done" in shown
-    assert "\x1b[" in shown
-    assert "batch_0: in progress" not in shown
-
-
-def test_results_and_json_do_not_both_go_to_stdout(api: BatchApi, lines: Path) -> None:
-    assert "only one of them" in refusal("batch", "fetch", "batch_0", "--output", "-", "--json")
-
-
-@pytest.mark.parametrize("id_", ["../files", "batch 1", "", "b" * 129])
-def test_what_is_no_id_is_refused_here(id_: str) -> None:
-    assert "is no batch's id" in refusal("batch", "fetch", id_)
-
-
-# The progress of a batch in words.
-
-
-def batch(done: int = 0, **own: Any) -> dict[str, Any]:
-    return {
-        "id": "batch_1",
-        "status": "in_progress",
-        "request_counts": {"total": 1000, "completed": done, "failed": 0},
-        "llama_gateway": own,
-    }
-
-
-def test_progress_in_one_line() -> None:
-    now = time.time()
-    told = describe(batch(250, tokens_per_second=1234.5, expected_end=now + 90), now, with_end=True)
-    assert told.startswith("in progress, 250 of 1,000 done, 1,234 tokens/s, ends about ")
-    assert told.endswith("(in 90 s)")
-    paused = batch(paused={"at": 1, "reason": "over its budget"})
-    assert "paused (over its budget)" in describe(paused, now)
-
-
-@each_case(
-    ("seconds", "text"),
-    [(0, "0 s"), (119, "119 s"), (120, "2 min"), (3600, "1 h"), (5400, "1 h 30 min"),
-     (86_400, "1 d"), (180_000, "2 d 2 h")],
-)  # fmt: skip
-def test_spans(seconds: float, text: str) -> None:
-    assert span(seconds) == text
-
-
-def test_the_end_of_a_batch_decides_the_command() -> None:
-    end_by({"status": "in_progress", "request_counts": {}})
-    end_by({"status": "completed", "request_counts": {"total": 1, "completed": 1, "failed": 0}})
-    counts = {"total": 10, "completed": 8, "failed": 2}
-    with pytest.raises(CommandFailed, match="2 of 10 lines failed"):
-        end_by({"status": "completed", "request_counts": counts})
-    with pytest.raises(CommandFailed, match="batch_1 expired"):
-        end_by({"id": "batch_1", "status": "expired"})
-    errors = {"data": [{"message": "The input file is empty."}]}
-    with pytest.raises(CommandFailed, match="batch_1 failed: The input file is empty"):
-        end_by({"id": "batch_1", "status": "failed", "errors": errors})
-
-
-def test_what_another_gateway_does_not_tell_is_left_out() -> None:
-    assert describe({"status": "validating"}, 0.0) == "validating"
-    told = dict(details({"id": "batch_1", "status": "validating", "metadata": {}}))
-    assert told == {"id": "batch_1", "progress": "validating"}
+@pytest.mark.timeout(300)
+async def test_a_gateway_that_is_killed_and_restarted_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    expected = [f"line {number}" for number in range(60)]
+    (tmp_path / "lines.jsonl").write_text(
+        "".join(f"{line(one, model='demo')}\n" for one in expected)
+    )
+    async with EmulatedNode(slots=2, decode_tps=100.0, answer_tokens=20) as node:
+        async with serving(tmp_path, node) as gateway:
+            url = gateway.url
+            waiting = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "gateway", "batch", "submit", "lines.jsonl", "--wait",
+                "--retry-for", "100", stdin=DEVNULL, stdout=PIPE, stderr=PIPE,
+                env={**os.environ, "LLAMA_GATEWAY_URL": url},
+            )  # fmt: skip
+            await until_told(waiting, "in progress")
+            await gateway.kill()
+        again = {"listen": {"port": int(url.rpartition(":")[2])}}
+        try:
+            await until_told(waiting, "trying again for up to 100 s")
+            async with serving(tmp_path, node, settings=again):
+                await until_told(waiting, "the gateway answers again")
+                out, err = await asyncio.wait_for(waiting.communicate(), LIMIT)
+                id_ = out.decode().strip()
+                await asyncio.to_thread(output, "batch", "fetch", id_, "--url", url)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                waiting.kill()
+    assert (waiting.returncode, b"60 of 60 done" in err) == (0, True), err
+    written = (tmp_path / "lines.out.jsonl").read_text()
+    found = [json.loads(one)["custom_id"] for one in written.splitlines()]
+    assert sorted(found) == sorted(expected)
+    assert (tmp_path / f"{id_}.out.jsonl").read_text() == written

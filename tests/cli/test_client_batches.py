@@ -1,14 +1,16 @@
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 
 import pytest
+from structlog.testing import capture_logs
 
-from gateway.cli.batch import upload_name
-from gateway.cli.batch_files import CHAT, PreparedInput
 from gateway.cli.client import GatewayAway, GatewayRefused, Patience, PublicFlags
+from gateway.cli.progress import (
+    StartupProgress,
+)
 from gateway.cli.terminal import CommandFailed
+from gateway.local.server import ServerEvent
 from tests.cli.batch_api import batch_api
 from tests.each_case import each_case
 
@@ -79,25 +81,28 @@ def test_which_errors_are_worth_another_try(
         with pytest.raises(error) as raised:
             client.batch("batch_1")
         assert f"answers {status}: no" in str(raised.value)
+        api.answer = lambda *_: (200, b"<html>")  # type: ignore[method-assign]
+        with pytest.raises(CommandFailed, match="is no gateway with /v1/batches"):
+            client.batch("batch_1")
         if isinstance(raised.value, GatewayAway):
             assert raised.value.retry_after == (7.0 if headers else None)
 
 
-def test_pages_of_batches_are_put_together() -> None:
-    with batch_api() as api, PublicFlags(url=api.url).connect() as client:
-        for number in range(3):
-            api.batches[f"batch_{number}"] = {"id": f"batch_{number}"}
-        assert [one["id"] for one in client.batches(2)] == ["batch_2", "batch_1"]
+# Progress where the output is no terminal.
 
 
-def test_a_server_that_is_no_gateway_is_told() -> None:
-    with batch_api() as api, PublicFlags(url=api.url).connect() as client:
-        api.batches["batch_1"] = ["no", "object"]  # type: ignore[assignment]
-        api.answer = lambda *_: (200, b"<html>")  # type: ignore[method-assign]
-        with pytest.raises(CommandFailed, match="is no gateway with /v1/batches"):
-            client.batch("batch_1")
-
-
-def test_an_upload_is_called_by_its_bytes() -> None:
-    found = PreparedInput(io.BytesIO(), 'my "lines"\n', CHAT, sha256="0123456789abcdef0000")
-    assert upload_name(found) == "my _lines__-0123456789abcdef.jsonl"
+def test_after_the_start_a_server_that_exits_and_returns_is_logged(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with StartupProgress(["one"]) as progress:
+        pass
+    with capture_logs() as logged:
+        progress.show(ServerEvent("one", "exited", "exit status 1", 4.0))
+        progress.show(ServerEvent("one", "loading"))
+        progress.show(ServerEvent("one", "ready", seconds=3.14))
+    assert capsys.readouterr().err.strip() == ""
+    assert logged == [
+        {"event": "server exited", "log_level": "warning", "server": "one",
+         "how": "exit status 1", "restart_in": 4.0},
+        {"event": "server ready", "log_level": "info", "server": "one", "seconds": 3.1},
+    ]  # fmt: skip

@@ -16,15 +16,13 @@ import trustme
 
 from gateway.local.cache import downloads_folder
 from gateway.local.server import server_environment
-from tests.cli.running import refusal, run, run_on_terminal
+from tests.cli.running import refusal, run_on_terminal
 from tests.cli.test_up import COMMAND, running
+from tests.each_case import each_case
 from tests.local.file_server import Fault, FileServer, digest
 from tests.servers import demo_model, server_path
 
 TOKEN = "hf_" + "secret" * 5
-URL = ("--model", "https://h/m.gguf")
-SPLIT = "https://h/m-00001-of-00003.gguf"
-TWO_URLS = ("--model", "https://h/a.gguf", "--model", "https://other/b.gguf?k=hunter2")
 
 
 @pytest.fixture(scope="module")
@@ -95,38 +93,6 @@ async def test_a_model_is_downloaded_served_and_not_downloaded_again(
     assert all(headers["authorization"] == f"Bearer {TOKEN}" for _, headers in server.requests)
 
 
-@pytest.mark.real
-@pytest.mark.slow
-async def test_a_downloaded_model_is_served_beside_a_file(
-    server: FileServer, environment: dict[str, str], tmp_path: Path
-) -> None:
-    (tmp_path / "own.gguf").symlink_to(demo_model())
-    url = f"{server.origin}/models/fetched.gguf"
-    async with running(environment, "--model", url, "--model", tmp_path / "own.gguf") as it:
-        assert [model["id"] for model in await it.models()] == ["fetched", "own"]
-    server.requests.clear()
-    # What can't be served beside what is there is told before the download.
-    same = f"{server.origin}/elsewhere/own.gguf"
-    told = refusal("up", "--model", same, "--model", str(tmp_path / "own.gguf"), status=1)
-    assert "both models are named own" in told
-    assert parts(environment) == []
-    broken = tmp_path / "broken.gguf"
-    broken.write_text("hello")
-    asked = len(server.requests)
-    assert "not a GGUF model" in run("up", "--model", url, "--model", str(broken)).err
-    assert len(server.requests) == asked
-
-
-def test_no_token_is_sent_unless_it_is_asked_for(
-    server: FileServer, environment: dict[str, str]
-) -> None:
-    server.always = Fault(401)
-    told = refusal("up", "--model", f"{server.origin}/m.gguf", status=1)
-    assert "HTTP 401 Unauthorized" in told
-    assert "--token-env" in told
-    assert all("authorization" not in headers for _, headers in server.requests)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_keeps_what_has_arrived(
@@ -155,56 +121,50 @@ def test_a_signal_keeps_what_has_arrived(
     assert 0 < part.stat().st_size <= len(content) // 2
 
 
-def test_a_model_that_does_not_fit_into_memory_is_not_downloaded(
+@pytest.mark.slow
+def test_what_does_not_fit_or_is_refused_is_not_downloaded_and_a_terminal_shows_a_bar(
     server: FileServer, environment: dict[str, str]
 ) -> None:
-    server.always = Fault(announce=psutil.virtual_memory().total)
-    told = refusal("up", "--model", f"{server.origin}/m.gguf", status=1)
-    assert "not enough memory" in told
-    assert parts(environment) == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (("--model", "http://models.example/m.gguf?k=hunter2"), "only https"),
-        (("--model", "ftp://me:hunter2@models.example/m.gguf"), "only https"),
-        (("--model", "https://"), "not a valid URL"),
-        ((*URL, "--sha256", "hunter2"), "64 hexadecimal digits"),
-        ((*URL, *["--sha256", "0" * 64] * 2), "given 2 times"),
-        (("--model", SPLIT, "--sha256", "0" * 64), "given 1 times, but the model has 3 files"),
-        ((*URL, "--max-bytes", "many"), "not a size"),
-        ((*URL, "--max-bytes", "0"), "not a size"),
-        ((*URL, "--token-env", "NO_SUCH_TOKEN"), "not set"),
-        ((*URL, "--token-env", "BAD_TOKEN"), "holds no token"),
-        (("--model", "https://a:hunter2@h/m", "--token-env", "HF_TOKEN"), "give one only"),
-        (("--model", "m.gguf", "--sha256", "0" * 64), "names no URL"),
-        (("--max-bytes", "1GiB"), "names no URL"),
-        ((*TWO_URLS, "--sha256", "0" * 64), "--sha256 is for one URL"),
-        ((*TWO_URLS, "--token-env", "HF_TOKEN"), "--token-env is for one URL"),
-    ],
-)
-def test_wrong_usage_is_2_and_tells_no_secret(
-    environment: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: tuple[str, ...],
-    text: str,
-) -> None:
-    monkeypatch.setenv("BAD_TOKEN", "hunter2\nX-Injected: 1")
-    told = refusal("up", *arguments)
-    assert text in told
-    assert "hunter2" not in told
-
-
-@pytest.mark.slow
-def test_a_terminal_shows_a_bar(
-    server: FileServer, environment: dict[str, str], content: bytes
-) -> None:
+    url = f"{server.origin}/m.gguf"
     status, shown = run_on_terminal(
-        "up", "--model", f"{server.origin}/m.gguf", "--sha256", "0" * 64,
-        **environment, COLUMNS="100",
-    )  # fmt: skip
+        "up", "--model", url, "--sha256", "0" * 64, **environment, COLUMNS="100"
+    )
     assert status == 1
     assert "Downloading https://127.0.0.1" in shown
     assert "MB" in shown or "MiB" in shown
     assert "not 0000000000" in shown.replace("\r\n", "")
+    server.always = Fault(401)
+    told = refusal("up", "--model", url, status=1)
+    assert ("HTTP 401 Unauthorized" in told, "--token-env" in told) == (True, True)
+    assert all("authorization" not in headers for _, headers in server.requests)
+    server.always = Fault(announce=psutil.virtual_memory().total)
+    assert "not enough memory" in refusal("up", "--model", url, status=1)
+    assert parts(environment) == []
+
+
+URL, TWO = "--model https://h/m.gguf ", "--model https://h/a.gguf --model https://h/b?k=hunter2 "
+SUM = f"--sha256 {'0' * 64} "
+
+
+@each_case(
+    ("words", "text"),
+    [
+        ("--model http://models.example/m.gguf?k=hunter2", "only https"),
+        ("--model ftp://me:hunter2@models.example/m.gguf", "only https"),
+        (URL + "--sha256 hunter2", "64 hexadecimal digits"),
+        (URL + SUM * 2, "given 2 times"),
+        ("--model https://h/m-00001-of-00003.gguf " + SUM, "1 times, but the model has 3 files"),
+        (URL + "--token-env NO_SUCH_TOKEN", "not set"),
+        (URL + "--token-env BAD_TOKEN", "holds no token"),
+        ("--model https://a:hunter2@h/m --token-env HF_TOKEN", "give one only"),
+        ("--model m.gguf " + SUM, "names no URL"),
+        (TWO + "--token-env HF_TOKEN", "--token-env is for one URL"),
+    ],
+)
+def test_wrong_usage_is_2_and_tells_no_secret(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, words: str, text: str
+) -> None:
+    monkeypatch.setenv("BAD_TOKEN", "hunter2\nX-Injected: 1")
+    told = refusal("up", *words.split())
+    assert text in told
+    assert "hunter2" not in told

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -13,26 +12,17 @@ from typer.testing import CliRunner
 
 from gateway import __version__
 from gateway.cli import app
-from gateway.cli.options import check_plot_file
 from gateway.config.stored import MOST_SECRET_BYTES, secret_bytes
-from tests.cli.running import refusal, run, run_on_terminal, run_process
+from tests.cli.running import refusal, run, run_process
 from tests.known import known
-
-
-def test_the_version() -> None:
-    ran = run("--version")
-    assert (ran.status, ran.out) == (0, f"llama-gateway {__version__}\n")
-
-
-def test_without_a_command_the_help_is_shown_and_it_is_wrong_usage() -> None:
-    for command in ((), ("keys",)):
-        assert refusal(*command).startswith("Usage: llama-gateway")
 
 
 def test_it_is_also_a_module_and_keeps_its_exit_status(tmp_path: Path) -> None:
     ran = run_process(["check", "--nodes", str(tmp_path / "missing.yaml")])
-    assert (ran.status, ran.out) == (2, "")
-    assert "Traceback" not in ran.err
+    assert (ran.status, ran.out, "Traceback" in ran.err) == (2, "", False)
+    assert run("--version").out == f"llama-gateway {__version__}\n"
+    for command in ((), ("keys",)):
+        assert refusal(*command).startswith("Usage: llama-gateway")
 
 
 def test_help_and_completion_load_nothing_heavy() -> None:
@@ -67,7 +57,7 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize("columns", ["20", "40", "80", "200"])
+@pytest.mark.parametrize("columns", ["20", "80"])
 @pytest.mark.parametrize("name", [*GROUPS, *COMMANDS])
 def test_nothing_is_cut_from_a_help_however_narrow(
     name: str, columns: str, monkeypatch: pytest.MonkeyPatch
@@ -88,10 +78,7 @@ def test_nothing_is_cut_from_a_help_however_narrow(
     ("arguments", "message"),
     [
         (("explode",), "no such command 'explode' (see llama-gateway --help)"),
-        (("--explode",), "no such option: --explode (see llama-gateway --help)"),
-        (("check", "surplus"), "got unexpected extra argument"),
         (("serve", "--port", "80800"), "--port: must be less than or equal to 65535 (see "),
-        (("serve", "--port", "x"), "--port: "),
         (("keys", "create", "--class", "vip"), "--class: 'vip' is not one of 'urgent', "),
     ],
 )
@@ -100,22 +87,6 @@ def test_wrong_usage_is_2_and_reported_like_every_other_error(
 ) -> None:
     (line,) = refusal(*arguments).splitlines()
     assert line.startswith(f"error: {message}")
-
-
-@pytest.mark.parametrize(("environment", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
-def test_errors_are_coloured_on_a_terminal_that_wants_it(
-    environment: dict[str, str], coloured: bool
-) -> None:
-    status, output = run_on_terminal("check", "--nodes", "missing.yaml", **environment)
-    assert status == 2
-    assert "missing.yaml" in output
-    assert ("\x1b[1;31m" in output) == coloured
-
-
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
-@pytest.mark.parametrize("name", ["plot.png", "plot.SVG", "plot.pdf"])
-def test_a_plot_in_a_known_format_can_be_written(tmp_path: Path, name: str) -> None:
-    check_plot_file(tmp_path / name)
 
 
 def test_each_secret_is_a_new_one_that_the_settings_take() -> None:

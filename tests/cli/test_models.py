@@ -55,38 +55,16 @@ async def test_a_router_s_models_are_shown_loaded_unloaded_and_pinned(tmp_path: 
         loaded = await run_models(gateway, "load", "org/b", "node-0")
         await until(lambda: nodes["node-0/org/b"].state.value == "ready")
         listed = await run_models(gateway)
-        whole = json.loads((await run_models(gateway, "--json")).out)
-        shown = await asyncio.to_thread(run, "nodes", "--admin-url", gateway.admin_url)
         pinned = await run_models(gateway, "pin", "org/b", "node-0")
         refused = await run_models(gateway, "unload", "org/b", "node-0")
         await run_models(gateway, "unpin", "org/b", "node-0")
         unloaded = await run_models(gateway, "unload", "org/b", "node-0", "--json")
-        unknown = await run_models(gateway, "load", "bb", "node-0")
     assert loaded.out.startswith("node-0/org/b: loading; ")
-    assert "an operator has ordered it" in loaded.out
     first, second = listed.out.split("\n\n")
     states = dict(row.split()[:2] for row in first.splitlines()[1:])
     assert states == {"a": "on", "org/b": "served", "c": "on"}
-    head, *rows = second.splitlines()
-    assert head.split()[:4] == ["MODEL", "NODE", "STATE", "SINCE"]
-    assert [row.split()[:3] for row in rows] == [["org/b", "node-0", "ready"]]
-    assert "taken" in listed.err
-    placed = {one["name"].removeprefix("node-0/") for one in whole["placements"]}
-    assert placed == {"a", "c", "org/b"}
-    nodes_shown = [row.split()[:3] for row in shown.out.splitlines()[1:]]
-    assert nodes_shown == [["node-0", "ready", "0/0"], ["node-0/org/b", "ready", "0/2"]]
-    assert "1 of 3 models are loaded" in shown.out
+    assert [row.split()[:3] for row in second.splitlines()[1:]] == [["org/b", "node-0", "ready"]]
     assert pinned.out.startswith("node-0/org/b: ready, pinned; ")
-    assert refused.status == 1
-    assert "take the pin out" in refused.err
+    assert (refused.status, "take the pin out" in refused.err) == (1, True)
     assert json.loads(unloaded.out)["state"] in {"unloading", "unloaded"}
-    assert unknown.status == 1
-    assert "has no model 'bb'" in unknown.err
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [("pause",), ("list", "demo"), ("load", "demo"), ("unpin",), ("pause", "demo", "node")],
-)
-def test_wrong_usage_is_2(arguments: tuple[str, ...]) -> None:
-    assert run("models", *arguments).status == 2
+    assert (await asyncio.to_thread(run, "models", "load", "demo")).status == 2

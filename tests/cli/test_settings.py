@@ -86,9 +86,8 @@ def test_a_version_comes_back_and_what_was_there_is_kept(folder: Path) -> None:
     back = json.loads(settings(folder, "rollback", kept, "--json").out)
     assert file.read_text() == "queue: {max: 55}\n"
     assert back["version"] == kept
-
-
-def test_a_deleted_inventory_comes_back_by_its_kind_alone(folder: Path) -> None:
+    unknown = settings(folder, "rollback", "gateway-2025")
+    assert (unknown.status, kept in unknown.err) == (2, True)
     (folder / "nodes.yaml").unlink()
     assert "nodes.yaml is gone" in settings(folder, "history").err
     assert settings(folder, "rollback", "nodes").status == 0
@@ -120,16 +119,3 @@ def test_of_a_file_that_ansible_writes_the_difference_is_printed_instead(folder:
     assert "+  max: 7\n" in told.out
     assert "was not changed: Ansible writes it" in told.err
     assert (folder / "gateway.yaml").read_text() == header + SECOND
-
-
-def test_a_wrong_name_says_which_versions_there_are(folder: Path) -> None:
-    told = settings(folder, "rollback", "gateway-2025")
-    assert told.status == 2
-    assert f"{NEW}, {OLD}" in told.err
-
-
-def test_before_a_gateway_has_served_there_is_nothing(tmp_path: Path) -> None:
-    told = settings(tmp_path, "history")
-    assert told.status == 0
-    assert told.out.count("no version that this user may read") == 2
-    assert "a gateway keeps them when it serves" in settings(tmp_path, "diff").err

@@ -33,11 +33,6 @@ async function read(stream, enough = Infinity) {
 }
 
 const works = {
-  async models() {
-    const ids = [];
-    for await (const model of client.models.list()) ids.push(model.id);
-    return { ids, one: (await client.models.retrieve("org/demo")).id };
-  },
   async chat() {
     const { data, response } = await client.chat.completions.create(chat).withResponse();
     return {
@@ -72,18 +67,6 @@ const works = {
     }
     return results;
   },
-  async embeddings() {
-    const options = { model: "demo-embed", input: ["hello there", "stone"] };
-    const { data } = await client.embeddings.create(options);
-    return data.map((item) => Array.from(item.embedding));
-  },
-  async errors() {
-    return {
-      model: await failure(client.chat.completions.create({ ...chat, model: "nobody" })),
-      class: await failure(client.chat.completions.create(chat, { headers: { "X-Priority": "best" } })),
-      endpoint: await failure(client.embeddings.create({ model: "demo", input: "a" })),
-    };
-  },
   // Aborts in the middle of a stream, and runs on until its standard input ends, so that the abort
   // and not the end of the process ends the request.
   async abort() {
@@ -99,7 +82,6 @@ const works = {
     return null;
   },
   // Reads until the test kills the server behind the gateway.
-
   async broken() {
     const stream = await client.chat.completions.create({ ...chat, max_tokens: 15000, stream: true });
     console.log("streaming");

@@ -7,15 +7,6 @@ const client = new Ollama({ host });
 const options = { num_predict: 24, temperature: 0, seed: 7 };
 const chat = { model: "demo", messages: [{ role: "user", content: "hello there" }], options };
 
-async function failure(promise) {
-  try {
-    await promise;
-  } catch (error) {
-    return { kind: error.name, status: error.status_code ?? null, message: error.message };
-  }
-  return null;
-}
-
 async function read(stream, textOf) {
   const parts = [];
   for await (const part of stream) parts.push(part);
@@ -23,15 +14,6 @@ async function read(stream, textOf) {
 }
 
 const works = {
-  async models() {
-    const names = async (list) => (await list).models.map((model) => model.name);
-    return {
-      tags: await names(client.list()),
-      ps: await names(client.ps()),
-      show: await client.show({ model: "demo" }),
-      version: (await client.version()).version,
-    };
-  },
   async chat() {
     return await client.chat(chat);
   },
@@ -44,22 +26,6 @@ const works = {
       plain: await client.generate(asked),
       stream: await read(await client.generate({ ...asked, stream: true }), (part) => part.response),
     };
-  },
-  async embed() {
-    return await client.embed({ model: "demo-embed", input: ["hello there", "stone"] });
-  },
-  async errors() {
-    return {
-      model: await failure(client.chat({ ...chat, model: "nobody" })),
-      option: await failure(client.chat({ ...chat, options: { temperature: "hot" } })),
-      endpoint: await failure(client.embed({ model: "demo", input: "a" })),
-    };
-  },
-  // Reads until the test kills the server behind the gateway.
-  async broken() {
-    const stream = await client.chat({ ...chat, options: { num_predict: 15000 }, stream: true });
-    console.log("streaming");
-    return await failure(read(stream, (part) => part.message.content));
   },
 };
 

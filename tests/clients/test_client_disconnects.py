@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai as package
 import pytest
 import pytest_asyncio
 
-from tests.clients.site import FIXED, HELLO, Site, broken_off, busy, running_site, until_busy
+from tests.clients.site import FIXED, HELLO, Site, broken_off, running_site, until_busy
 from tests.gateways import NO_TLS, until
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="session")]
@@ -36,22 +35,6 @@ async def narrow(tmp_path: Path, narrow_url: str) -> AsyncIterator[Site]:
 
 def the_node(site: Site) -> Any:
     return site.gateway.fleet.nodes["node-0"]
-
-
-@pytest.mark.smoke
-async def test_a_stream_that_is_left_frees_its_slot_at_once(narrow: Site, narrow_url: str) -> None:
-    async with narrow.http.stream("POST", PATH, json=LONG) as answer:
-        parts = answer.aiter_bytes()
-        await anext(parts)
-        assert await busy(narrow_url) == 1
-        assert narrow.leased == {"node-0": 1}
-    await until_busy(narrow_url, 0)
-    assert await broken_off(narrow_url)
-    await narrow.until_idle()
-    [record] = narrow.records
-    assert (record.status, record.reason, record.attempts) == (499, "client_closed", 1)
-    assert record.completion_tokens > 0  # generated tokens count though the answer was cut
-    assert the_node(narrow).failures == 0
 
 
 @pytest.mark.smoke
@@ -99,23 +82,6 @@ async def test_a_request_that_cannot_be_streamed_holds_its_slot_until_the_server
     assert the_node(narrow).failures == 0
 
 
-async def test_a_client_that_gives_up_gets_its_own_error_and_frees_the_slot(
-    narrow: Site, narrow_url: str
-) -> None:
-    # The client sends its request before it gives up, however slow this machine is. It announces a
-    # longer timeout than it has, or the gateway could give up first.
-    limits = httpx.Timeout(60.0, read=0.3)
-    long_timeout = {"X-Stainless-Read-Timeout": "600"}
-    async with narrow.openai(timeout=limits, max_retries=0) as client:
-        with pytest.raises(package.APITimeoutError):
-            await client.chat.completions.create(
-                model="demo", messages=HELLO, max_tokens=15_000, extra_headers=long_timeout
-            )
-    await until(lambda: narrow.records)
-    await narrow.until_idle()
-    assert [record.status for record in narrow.records] == [499]
-
-
 async def deferred(url: str) -> int:
     """Requests that wait in the server for a slot, by its own metrics."""
     async with httpx.AsyncClient(trust_env=False, verify=NO_TLS, timeout=10) as client:
@@ -152,20 +118,3 @@ async def test_a_server_is_never_given_more_than_it_has_slots(
     assert polls > 3
     assert order == [0, 1, 2]  # first come, first served
     assert [record.queue_seconds > 0 for record in narrow.records] == [False, True, True, True]
-
-
-async def test_a_request_whose_client_leaves_the_queue_is_never_sent(
-    narrow: Site, narrow_url: str
-) -> None:
-    async with narrow.http.stream("POST", PATH, json=LONG) as answer:
-        parts = answer.aiter_bytes()
-        await anext(parts)
-        waiting = asyncio.create_task(narrow.http.post(PATH, json=SHORT))
-        await until(narrow.gateway.scheduler.queue_positions)
-        waiting.cancel()
-        await until(lambda: not narrow.gateway.scheduler.queue_positions())
-        await until(lambda: narrow.records)
-        [record] = narrow.records
-        assert (record.status, record.attempts, record.node) == (499, 0, None)
-        assert await deferred(narrow_url) == 0
-        await anext(parts)  # the other stream continues

@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 import signal
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from gateway.events import StreamResumed
@@ -19,6 +16,7 @@ from gateway.local.server import LocalFleet, ServerSpec
 from gateway.nodes.node import NodeState
 from tests.clients.site import HELLO, Site, busy, running_site
 from tests.gateways import until
+from tests.known import known
 from tests.servers import demo_model, server_binary
 
 pytestmark = [
@@ -30,206 +28,82 @@ pytestmark = [
 
 NODES = 3
 CLIENTS = 10
-ANSWER = 500  # tokens: long enough that the answers still run while they are counted
+TOKENS = 300
 SETTINGS = {"health": {"interval": 0.2}}
 
 
-@dataclass(slots=True)
-class ClientRequest:
-    """One request as its client saw it."""
-
-    stream: bool
-    tokens: int
-    began: bool = False
-    """Whether a byte of the answer has come."""
-    over: bool = False
-    complete: bool = False
-    error: dict[str, Any] | None = None
-
-
-@dataclass(slots=True)
-class ClientLoad:
-    """Clients that send one request after the other until they are stopped."""
-
-    site: Site
-    rng: random.Random
-    stopped: bool = False
-    requests: list[ClientRequest] = field(default_factory=list)
-
-    async def client(self, *, streams: bool) -> None:
-        while not self.stopped:
-            request = ClientRequest(streams, self.rng.randrange(100, 300))
-            self.requests.append(request)
-            await self._ask(request)
-            request.over = True
-
-    async def _ask(self, request: ClientRequest) -> None:
-        body = {
-            "messages": HELLO, "max_tokens": request.tokens, "stream": request.stream,
-            "temperature": 1.0, "seed": self.rng.randrange(1 << 30),
-        }  # fmt: skip
-        if request.stream:
-            body["stream_options"] = {"include_usage": True}
-        path = "/v1/chat/completions"
-        if not request.stream:
-            answer = await self.site.http.post(path, json=body)
-            request.began = True
-            value = answer.json()
-            request.error = value.get("error")
-            request.complete = answer.status_code == 200 and _tokens(value) == request.tokens
-            return
-        async with self.site.http.stream("POST", path, json=body) as stream:
-            assert stream.status_code == 200, await stream.aread()
-            data = b""
-            async for chunk in stream.aiter_bytes():
-                request.began = True
-                data += chunk
-        assert data.endswith(b"\n\n")  # no event is ever cut
-        *events, last = [event.removeprefix(b"data: ") for event in data.split(b"\n\n")[:-1]]
-        values = [json.loads(event) for event in events]
-        if last == b"[DONE]":
-            texts = [v for v in values if v["choices"] and v["choices"][0]["delta"].get("content")]
-            assert len({value["id"] for value in values}) == 1
-            request.complete = _tokens(values[-1]) == request.tokens and len(texts) > 0
-        else:
-            request.error = json.loads(last)["error"]
+async def is_answered(site: Site, *, stream: bool) -> bool:
+    """Whether a request gets its whole answer, and no event of it is cut."""
+    usage: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
+    body = {"messages": HELLO, "max_tokens": TOKENS, "stream": stream, **usage}
+    answer = await site.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    last = answer.content
+    if stream:
+        *events, last, end, rest = answer.content.split(b"\n\n")
+        assert (end, rest, len(events) > 20) == (b"data: [DONE]", b"", True)
+        assert len({json.loads(event.removeprefix(b"data: "))["id"] for event in events}) == 1
+    count = json.loads(last.removeprefix(b"data: "))["usage"]["completion_tokens"]
+    return bool(count == TOKENS)
 
 
-def _tokens(value: dict[str, Any]) -> Any:
-    return value.get("usage", {}).get("completion_tokens")
-
-
-def the_fleet(folder: Path, nodes: int, slots: int) -> LocalFleet:
-    model = demo_model()
-    specs = [
-        ServerSpec(f"node-{n}", model, "demo", slots=slots, context=2048, threads=1, numa_node=0)
-        for n in range(nodes)
-    ]
-    return LocalFleet(specs, folder, binary=server_binary(), base_port=0)
-
-
-def torn(site: Site) -> set[str]:
-    """The nodes with both a client's stream in decode and a request without a response byte."""
-    begun: set[str] = set()
-    waiting: set[str] = set()
-    for in_flight in site.gateway.registry:
-        attempt, record = in_flight.attempt, in_flight.record
-        if attempt is None or record.node is None:
-            continue
-        if not (attempt.is_sse and attempt.content_events > 5):
-            waiting.add(record.node)
-        elif record.stream:
-            begun.add(record.node)
+def torn(site: Site) -> set[str | None]:
+    """The nodes with both a stream in decode and a request without a byte of a response."""
+    begun: set[str | None] = set()
+    waiting: set[str | None] = set()
+    for one in site.gateway.registry:
+        if one.attempt is not None:
+            has_begun = one.attempt.is_sse and one.attempt.content_events > 5
+            (begun if has_begun and one.record.stream else waiting).add(one.record.node)
     return begun & waiting
 
 
-async def halt_torn(site: Site, fleet: LocalFleet) -> tuple[str, int]:
-    """Halt a server while it is torn, and return its node and pid.
-
-    While it runs, an answer that the gateway believes to be in decode may be on its way whole.
-    """
+async def halted(site: Site, fleet: LocalFleet) -> tuple[str, int]:
+    """Halt a server that is torn when all that it has sent is read: its node and pid."""
     async with asyncio.timeout(240):
         while True:
             await until(lambda: torn(site), limit=120)
-            name = torn(site).pop()
-            pid = fleet.pids[int(name.removeprefix("node-"))]
-            assert pid is not None
-            os.kill(pid, signal.SIGSTOP)
-            process = psutil.Process(pid)
-            await until(lambda process=process: process.status() == psutil.STATUS_STOPPED)
-            await until_read(site, name)
-            if name in torn(site):
-                return name, pid
-            os.kill(pid, signal.SIGCONT)
-
-
-async def until_read(site: Site, name: str) -> None:
-    """Wait until the gateway has read all that a halted server has sent."""
-    before: object = None
-    same = 0
-    while same < 10:
-        await asyncio.sleep(0.01)
-        now = {
-            id(one): one.attempt and one.attempt.content_events
-            for one in site.gateway.registry
-            if one.record.node == name
-        }
-        same = same + 1 if now == before else 0
-        before = now
-
-
-def under_way(site: Site) -> int:
-    """Attempts that have received a part of their answer."""
-    attempts = [in_flight.attempt for in_flight in site.gateway.registry]
-    return sum(attempt is not None and attempt.content_events > 0 for attempt in attempts)
+            for name in filter(None, torn(site)):
+                pid = known(fleet.pids[int(name.removeprefix("node-"))])
+                os.kill(pid, signal.SIGSTOP)
+                before, same = -1, 0
+                while same < 10:
+                    await asyncio.sleep(0.01)
+                    here = [one for one in site.gateway.registry if one.record.node == name]
+                    now = sum(one.attempt.content_events for one in here if one.attempt)
+                    before, same = now, same + 1 if now == before else 0
+                if name in torn(site):
+                    return name, pid
+                os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.smoke
 async def test_a_killed_server_costs_no_answer(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"slots": 2, "context": 2048, "threads": 1, "numa_node": 0}
+    specs = [ServerSpec(f"node-{n}", demo_model(), "demo", **options) for n in range(NODES)]
     async with (
-        the_fleet(tmp_path, NODES, slots=2) as fleet,
+        LocalFleet(specs, tmp_path, binary=server_binary(), base_port=0) as fleet,
         running_site(tmp_path, fleet.inventory(), SETTINGS) as site,
     ):
-        await until(
-            lambda: all(n.state is NodeState.READY for n in site.gateway.fleet.nodes.values())
-        )
+        nodes = site.gateway.fleet.nodes
+        await until(lambda: all(node.state is NodeState.READY for node in nodes.values()))
         resumed: list[StreamResumed] = []
         site.gateway.bus.subscribe(StreamResumed, resumed.append)
-        load = ClientLoad(site, random.Random(5))
-        async with asyncio.TaskGroup() as group:
-            for number in range(CLIENTS):
-                group.create_task(load.client(streams=number % 2 == 0))
-            await kill_one(site, fleet, load)
-            load.stopped = True
-        assert [request.error for request in load.requests if request.error is not None] == []
-        assert all(request.complete for request in load.requests)
-        assert len(load.requests) > 2 * CLIENTS
-        assert len(resumed) >= 1
-        assert all(event.resumed_on is not None for event in resumed)
 
+        async def client(number: int) -> list[bool]:
+            return [await is_answered(site, stream=number % 2 == 0) for _ in range(4)]
+
+        sent = [asyncio.create_task(client(number)) for number in range(CLIENTS)]
+        name, killed = await halted(site, fleet)
+        os.kill(killed, signal.SIGKILL)
+        await until(lambda: nodes[name].state is not NodeState.READY)
+        assert all(all(answers) for answers in await asyncio.gather(*sent))
+        await until(lambda: nodes[name].state is NodeState.READY, limit=120)
+        assert fleet.pids[int(name.removeprefix("node-"))] not in {None, killed}
+        assert resumed
+        assert all(event.resumed_on is not None for event in resumed)
+        assert await is_answered(site, stream=True)
         await site.until_idle()
-        codes = [record.status for record in site.records]
-        assert codes == [200] * len(load.requests)
+        assert {record.status for record in site.records} == {200}
         assert max(record.attempts for record in site.records) > 1
         assert [await busy(url) for url in fleet.urls] == [0] * NODES
-
-
-async def kill_one(site: Site, fleet: LocalFleet, load: ClientLoad) -> None:
-    """Kill a server at the worst moment and wait until it is back."""
-    name, pid = await halt_torn(site, fleet)
-    index = fleet.pids.index(pid)
-    os.kill(pid, signal.SIGKILL)
-    untouched = [request for request in load.requests if not request.over and not request.began]
-    assert untouched
-    node = site.gateway.fleet.nodes[name]
-    await until(lambda: node.state is not NodeState.READY)
-    await until(lambda: all(request.over for request in untouched), limit=120)
-    assert all(request.complete for request in untouched)
-    await until(lambda: node.state is NodeState.READY and node.leased > 0, limit=120)
-    assert fleet.pids[index] not in {None, pid}
-
-
-async def test_the_only_server_is_waited_for_though_all_it_ran_failed_at_once(
-    tmp_path: Path,
-) -> None:
-    # More slots than failures that open a circuit, which stays open beyond the end of this test.
-    health = SETTINGS["health"] | {"open": 3600.0, "open_max": 3600.0}
-    async with (
-        the_fleet(tmp_path, 1, slots=8) as fleet,
-        running_site(tmp_path, fleet.inventory(), {"health": health}) as site,
-    ):
-        body = {"messages": HELLO, "max_tokens": ANSWER}
-        async with asyncio.TaskGroup() as group:
-            sent = [
-                group.create_task(site.http.post("/v1/chat/completions", json=body))
-                for _ in range(10)
-            ]
-            await until(lambda: under_way(site) == 8)
-            [pid] = fleet.pids
-            assert pid is not None
-            os.kill(pid, signal.SIGKILL)
-        answers = [task.result() for task in sent]
-        assert [answer.status_code for answer in answers] == [200] * 10
-        assert all(_tokens(answer.json()) == ANSWER for answer in answers)
-        retried = [int(answer.headers["x-gateway-attempts"]) > 1 for answer in answers]
-        assert sum(retried) > site.gateway.settings.health.failures

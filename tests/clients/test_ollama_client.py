@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import pytest_asyncio
 from gateway.events import StreamResumed
 from tests.clients import npm
 from tests.clients.site import FIXED, HELLO, Site, running_site
-from tests.gateways import until
 from tests.servers import running_demo_servers
 
 pytestmark = [
@@ -25,11 +23,6 @@ pytestmark = [
 ]
 
 OPTIONS = {"num_predict": 24, **FIXED}
-SCHEMA = {
-    "type": "object",
-    "properties": {"word": {"enum": ["river", "stone"]}},
-    "required": ["word"],
-}
 SETTINGS: dict[str, Any] = {
     "ollama": True,
     "default_model": "demo",
@@ -95,39 +88,6 @@ async def test_a_chat(client: ollama.AsyncClient, chat_node: httpx.AsyncClient) 
     assert (parts[-1].done_reason, parts[-1].eval_count) == ("length", 24)
 
 
-async def test_a_prompt(client: ollama.AsyncClient, chat_node: httpx.AsyncClient) -> None:
-    found = await client.generate("demo", "hello there", options=OPTIONS)
-    assert found.response == await direct_text(chat_node)
-    messages = [{"role": "system", "content": "be brief"}, *HELLO]
-    found = await client.generate("demo", "hello there", system="be brief", options=OPTIONS)
-    assert found.response == await direct_text(chat_node, messages=messages)
-    raw = {"prompt": "hello there", "max_tokens": 24, **FIXED}
-    direct = (await chat_node.post("/v1/completions", json=raw)).json()["choices"][0]["text"]
-    stream = await client.generate("demo", "hello there", raw=True, options=OPTIONS, stream=True)
-    assert "".join([part.response or "" async for part in stream]) == direct
-
-
-async def test_a_stop_word(client: ollama.AsyncClient) -> None:
-    whole = await client.chat("demo", HELLO, options=OPTIONS)
-    assert whole.message.content
-    word = whole.message.content.split()[4]
-    found = await client.chat("demo", HELLO, options={**OPTIONS, "stop": [word]})
-    assert found.message.content == whole.message.content.partition(word)[0]
-    assert found.done_reason == "stop"
-
-
-@pytest.mark.parametrize("raw", [False, True])
-async def test_a_format_is_kept(client: ollama.AsyncClient, *, raw: bool) -> None:
-    options = {**OPTIONS, "num_predict": 200}
-    found = await client.generate("demo", "hello", format=SCHEMA, raw=raw, options=options)
-    assert found.response
-    assert json.loads(found.response)["word"] in {"river", "stone"}
-    if not raw:
-        chat = await client.chat("demo", HELLO, format=SCHEMA, options=options)
-        assert chat.message.content
-        assert json.loads(chat.message.content)["word"] in {"river", "stone"}
-
-
 @pytest.mark.parametrize("streams", [False, True])
 async def test_a_tool_is_called_and_answered(client: ollama.AsyncClient, *, streams: bool) -> None:
     options = {**FIXED, "num_predict": 400}
@@ -149,16 +109,6 @@ async def test_a_tool_is_called_and_answered(client: ollama.AsyncClient, *, stre
     assert found.eval_count == 24
 
 
-async def test_probabilities(client: ollama.AsyncClient) -> None:
-    found = await client.chat("demo", HELLO, options=OPTIONS, logprobs=True, top_logprobs=2)
-    assert found.logprobs
-    assert len(found.logprobs) == 24
-    for one in found.logprobs:
-        assert one.top_logprobs
-        assert len(one.top_logprobs) == 2
-    assert "".join(one.token for one in found.logprobs) == found.message.content
-
-
 @pytest.mark.smoke
 async def test_embeddings(client: ollama.AsyncClient, embed_node: httpx.AsyncClient) -> None:
     body = {"input": ["hello there", "stone"]}
@@ -173,28 +123,6 @@ async def test_embeddings(client: ollama.AsyncClient, embed_node: httpx.AsyncCli
     few = (await client.embed("demo-embed", "stone", dimensions=4)).embeddings[0]
     assert len(few) == 4
     assert sum(value * value for value in few) == pytest.approx(1.0)
-
-
-async def test_the_models(client: ollama.AsyncClient) -> None:
-    listed = {model.model for model in (await client.list()).models}
-    assert listed == {"demo", "demo-embed", "caller"}
-    assert {model.model for model in (await client.ps()).models} == listed
-    shown = await client.show("demo:latest" if "demo:latest" in listed else "demo")
-    assert shown.details is not None
-    assert shown.details.format == "gguf"
-
-
-async def test_what_llama_cpp_refuses(client: ollama.AsyncClient) -> None:
-    with pytest.raises(ollama.ResponseError) as raised:
-        await client.generate("demo", "hello", suffix="there")
-    assert (raised.value.status_code, "infill" in raised.value.error.lower()) == (501, True)
-    with pytest.raises(ollama.ResponseError) as raised:
-        await client.chat("demo", [{**HELLO[0], "images": [b"\x89PNG\r\n\x1a\n" + bytes(100)]}])
-    assert (raised.value.status_code, "images" in raised.value.error) == (400, True)
-    long = [{"role": "user", "content": "hello " * 9000}]
-    with pytest.raises(ollama.ResponseError) as raised:
-        await client.chat("demo", long)
-    assert "exceeds the available context size" in raised.value.error
 
 
 @pytest.mark.smoke
@@ -232,13 +160,6 @@ async def done(script: Path, site: Site, work: str) -> Any:
     return await npm.run_script(script, site.url, work)
 
 
-async def test_javascript_models(script: Path, site: Site) -> None:
-    found = await done(script, site, "models")
-    assert set(found["tags"]) == set(found["ps"]) == {"demo", "demo-embed", "caller"}
-    assert found["show"]["details"]["format"] == "gguf"
-    assert found["version"]
-
-
 @pytest.mark.smoke
 async def test_javascript_chats(script: Path, site: Site, chat_node: httpx.AsyncClient) -> None:
     text = await direct_text(chat_node)
@@ -249,35 +170,3 @@ async def test_javascript_chats(script: Path, site: Site, chat_node: httpx.Async
     assert streamed["parts"] > 20
     generated = await done(script, site, "generate")
     assert generated["plain"]["response"] == generated["stream"]["text"] == text
-
-
-async def test_javascript_embeddings(
-    script: Path, site: Site, embed_node: httpx.AsyncClient
-) -> None:
-    body = {"input": ["hello there", "stone"]}
-    direct = (await embed_node.post("/v1/embeddings", json=body)).json()
-    found = await done(script, site, "embed")
-    for ours, theirs in zip(found["embeddings"], direct["data"], strict=True):
-        assert ours == pytest.approx(theirs["embedding"], rel=1e-6, abs=1e-9)
-
-
-async def test_javascript_errors(script: Path, site: Site) -> None:
-    found = await done(script, site, "errors")
-    assert {what: (error["kind"], error["status"]) for what, error in found.items()} == {
-        "model": ("ResponseError", 404),
-        "option": ("ResponseError", 400),
-        "endpoint": ("ResponseError", 501),
-    }
-    assert found["option"]["message"].startswith("'options.temperature': Expected `float")
-
-
-async def test_javascript_sees_a_node_die_in_mid_stream(script: Path, tmp_path: Path) -> None:
-    with running_demo_servers(1, slots=1, context=16_384) as (server,):
-        async with running_site(tmp_path, [server.url], SETTINGS) as site:
-            async with npm.running_script(script, site.url, "broken") as process:
-                assert await npm.script_line(process) == b"streaming\n"
-                await until(lambda: any(in_flight.attempt for in_flight in site.gateway.registry))
-                server.kill()
-                error = await npm.script_result(process)
-            assert error is not None
-            assert error["message"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -17,11 +16,10 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
-from gateway.callers.keys import new_key
 from tests.clients.conftest import CONTEXT
-from tests.clients.site import FIXED, HELLO, Site, busy, running_site, until_busy
+from tests.clients.site import FIXED, HELLO, Site, running_site, until_busy
 from tests.each_case import each_case
-from tests.gateways import NO_TLS, until
+from tests.gateways import until
 from tests.servers import running_demo_servers
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="session")]
@@ -39,18 +37,8 @@ def error_facts(error: package.APIStatusError) -> tuple[int, Any, str | None]:
 # Errors of the client.
 
 
-@pytest.mark.smoke
-async def test_an_unknown_model_is_not_found_and_not_retried(
-    openai: AsyncOpenAI, site: Site
-) -> None:
-    with pytest.raises(package.NotFoundError, match="'nobody' does not exist") as caught:
-        await openai.chat.completions.create(**CHAT | {"model": "nobody"})
-    assert error_facts(caught.value) == (404, "model_not_found", "model_not_found")
-    assert caught.value.param == "model"
-    assert [record.status for record in site.records] == [404]
-
-
 PICTURE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}}
+TOO_LONG: Any = [{"role": "user", "content": "river stone " * CONTEXT}]
 RANK: Any = {"model": "demo", "query": "a", "documents": ["b"]}
 
 
@@ -58,6 +46,14 @@ RANK: Any = {"model": "demo", "query": "a", "documents": ["b"]}
     ("ask", "status", "code", "message"),
     [
         (lambda one: one.models.retrieve("nobody"), 404, "model_not_found", "'nobody'"),
+        (lambda one: one.chat.completions.create(**CHAT | {"model": "nobody"}),
+         404, "model_not_found", "'nobody' does not exist"),
+        (lambda one: one.chat.completions.create(**CHAT | {"messages": TOO_LONG}),
+         400, "context_length_exceeded", f"{CONTEXT} tokens"),
+        (lambda one: one.chat.completions.create(**CHAT | {"messages": TOO_LONG}, stream=True),
+         400, "context_length_exceeded", f"{CONTEXT} tokens"),
+        (lambda one: one.embeddings.create(model="demo-embed", input="river stone " * 512),
+         400, "context_length_exceeded", "prompt is too long"),
         (lambda one: one.images.generate(prompt="a"), 404, "not_found", "There is nothing at"),
         (lambda one: one.chat.completions.create(**CHAT, extra_headers={"X-Priority": "best"}),
          400, "invalid_request", "'best'"),
@@ -82,6 +78,9 @@ async def test_a_request_that_can_not_be_served_is_refused_once(
     with pytest.raises(package.APIStatusError, match=message) as caught:
         await ask(openai)
     assert error_facts(caught.value) == (status, code, code)
+    if code == "context_length_exceeded":
+        assert isinstance(caught.value.body, dict)
+        assert caught.value.body["n_prompt_tokens"] > caught.value.body["n_ctx"] >= 512
     if status == 501:
         assert caught.value.response.headers["x-should-retry"] == "false"
         assert [record.status for record in site.records] == [501]
@@ -98,20 +97,6 @@ async def test_a_nodes_own_bad_request_passes_through_and_blames_nobody(
     assert caught.value.body == direct.json()["error"]
     assert [(record.status, record.attempts) for record in site.records] == [(400, 1)]
     assert site.gateway.fleet.nodes["chat"].failures == 0
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize("streams", [False, True])
-async def test_the_error_for_a_prompt_that_is_too_long_has_the_context_size(
-    openai: AsyncOpenAI, *, streams: bool
-) -> None:
-    messages = [{"role": "user", "content": "river stone " * CONTEXT}]
-    with pytest.raises(package.BadRequestError, match=f"{CONTEXT} tokens") as caught:
-        await openai.chat.completions.create(**CHAT | {"messages": messages, "stream": streams})
-    assert error_facts(caught.value)[1:] == ("context_length_exceeded",) * 2
-    assert isinstance(caught.value.body, dict)
-    assert caught.value.body["n_ctx"] == CONTEXT
-    assert caught.value.body["n_prompt_tokens"] > CONTEXT
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -136,53 +121,7 @@ async def test_a_prompt_that_is_too_long_for_one_node_goes_to_a_roomier_one(
         assert site.gateway.fleet.nodes["small"].failures == 0
 
 
-async def test_the_error_for_a_text_that_is_too_long_to_embed_is_the_same(
-    openai: AsyncOpenAI, site: Site
-) -> None:
-    with pytest.raises(package.BadRequestError) as caught:
-        await openai.embeddings.create(model="demo-embed", input="river stone " * 512)
-    assert error_facts(caught.value)[1:] == ("context_length_exceeded",) * 2
-    assert caught.value.param == "input"
-    assert site.gateway.fleet.nodes["embed"].failures == 0
-
-
 # Keys.
-
-
-async def test_keys_decide_which_models_a_client_may_use(
-    tmp_path: Path, chat_url: str, embedder_url: str
-) -> None:
-    full, limited = new_key("full"), new_key("limited")
-    keys = [
-        {"id": full.id, "sha256": full.sha256, "max_class": "urgent"},
-        {"id": limited.id, "sha256": limited.sha256, "models": ["demo-embed"]},
-    ]
-    nodes = [{"name": "chat", "url": chat_url}, {"name": "embed", "url": embedder_url}]
-    async with running_site(tmp_path, nodes, {"keys": keys}) as site:
-        async with site.openai(full.text) as client:
-            raw = await client.chat.completions.with_raw_response.create(
-                **CHAT, extra_headers={"X-Priority": "premium"}
-            )
-            assert raw.headers["x-gateway-class"] == "premium"
-        async with site.openai(limited.text) as client:
-            assert [model.id async for model in client.models.list()] == ["demo-embed"]
-            raw_embedding = await client.embeddings.with_raw_response.create(
-                model="demo-embed", input="a", extra_headers={"X-Priority": "urgent"}
-            )
-            assert raw_embedding.headers["x-gateway-class"] == "normal"
-            with pytest.raises(package.PermissionDeniedError, match="may not use") as forbidden:
-                await client.chat.completions.create(**CHAT)
-            assert error_facts(forbidden.value) == (403, "model_not_allowed", "model_not_allowed")
-        for wrong in (full.text + "x", f"lg_{full.id}_", "sk-anything"):
-            async with site.openai(wrong) as client:
-                with pytest.raises(package.AuthenticationError) as refused:
-                    await client.chat.completions.create(**CHAT)
-                assert error_facts(refused.value) == (401, "invalid_api_key", "invalid_api_key")
-                with pytest.raises(package.AuthenticationError):
-                    await client.models.list()
-        codes = [record.status for record in site.records]
-        assert codes == [200, 200, 403, 401, 401, 401]
-        assert full.text.rpartition("_")[2] not in (tmp_path / "gateway.log").read_text()
 
 
 # Errors of the fleet.
@@ -206,72 +145,31 @@ async def held(site: Site) -> AsyncIterator[None]:
 
 
 @pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("queue", "status", "code", "should_retry"),
+    [({"max": 0}, 429, "queue_full", None), ({"max_wait": 0.2}, 503, "queue_timeout", "false")],
+    ids=["a full queue is a rate limit and retried", "a queue timeout is not retried"],
+)
 @pytest.mark.usefixtures("holding")
-async def test_a_full_queue_is_a_rate_limit_and_retried(tmp_path: Path, narrow_url: str) -> None:
-    async with (
-        running_site(tmp_path, [narrow_url], {"queue": {"max": 0}}) as site,
-        held(site),
-        site.openai(max_retries=0) as client,
-    ):
-        with pytest.raises(package.RateLimitError) as caught:
-            await client.chat.completions.create(**CHAT)
-        assert error_facts(caught.value) == (429, "queue_full", "queue_full")
-        assert int(caught.value.response.headers["retry-after"]) >= 1
-        assert "x-should-retry" not in caught.value.response.headers
-        assert await busy(narrow_url) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("holding")
-async def test_a_client_that_retries_as_advised_succeeds(tmp_path: Path, narrow_url: str) -> None:
-    settings = {"queue": {"max": 0}}
-    async with (
-        running_site(tmp_path, [narrow_url], settings) as site,
-        # Retries until the server has freed the slot of the client that left.
-        site.openai(max_retries=50) as client,
-    ):
-        for _ in range(2):  # so that the gateway knows a Retry-After
-            await client.chat.completions.create(**CHAT)
-        async with held(site):
-            answer = asyncio.create_task(client.chat.completions.create(**CHAT))
-            await until(lambda: any(record.status == 429 for record in site.records))
-        assert (await answer).choices[0].message.content
-        codes = [record.status for record in site.records]
-        assert codes.count(429) >= 1
-        assert codes[-1] == 200
-
-
-@pytest.mark.usefixtures("holding")
-async def test_a_queue_timeout_is_not_retried(tmp_path: Path, narrow_url: str) -> None:
-    async with (
-        running_site(tmp_path, [narrow_url], {"queue": {"max_wait": 0.2}}) as site,
-        held(site),
-        site.openai() as client,
-    ):
-        with pytest.raises(package.InternalServerError) as caught:
-            await client.chat.completions.create(**CHAT)
-        assert error_facts(caught.value) == (503, "queue_timeout", "queue_timeout")
-        assert caught.value.response.headers["x-should-retry"] == "false"
-        assert int(caught.value.response.headers["retry-after"]) >= 1
-        assert [record.status for record in site.records] == [503]
-
-
-@pytest.mark.smoke
-@pytest.mark.slow
-async def test_a_request_to_a_fleet_that_is_down_is_retried(
+async def test_of_a_queue(
     tmp_path: Path,
+    narrow_url: str,
+    queue: dict[str, float],
+    status: int,
+    code: str,
+    should_retry: str | None,
 ) -> None:
-    with running_demo_servers(1) as (server,):
-        settings = {"retries": {"wait_for_node": 0.1}, "health": {"interval": 0.2}}
-        async with running_site(tmp_path, [server.url], settings) as site:
-            server.kill()
-            async with site.openai(max_retries=0) as client:
-                with pytest.raises(package.InternalServerError) as caught:
-                    await client.chat.completions.create(**CHAT)
-            assert error_facts(caught.value) == (503, "no_node", "no_node")
-            assert int(caught.value.response.headers["retry-after"]) >= 1
-            assert "x-should-retry" not in caught.value.response.headers
-            assert [record.status for record in site.records] == [503]
+    async with (
+        running_site(tmp_path, [narrow_url], {"queue": queue}) as site,
+        held(site),
+        site.openai(max_retries=0 if should_retry is None else 2) as client,
+    ):
+        with pytest.raises(package.APIStatusError) as caught:
+            await client.chat.completions.create(**CHAT)
+        assert error_facts(caught.value) == (status, code, code)
+        assert int(caught.value.response.headers["retry-after"]) >= 1
+        assert caught.value.response.headers.get("x-should-retry") == should_retry
+        assert [record.status for record in site.records] == [status]
 
 
 async def test_a_request_without_an_answer_in_time_is_not_retried(tmp_path: Path) -> None:
@@ -296,20 +194,6 @@ async def test_a_request_without_an_answer_in_time_is_not_retried(tmp_path: Path
             await site.until_idle()
 
 
-async def test_a_client_that_stops_waiting_raises_its_own_timeout(tmp_path: Path) -> None:
-    with running_demo_servers(1, slots=1, context=16_384, size="medium") as (server,):
-        # The client's timer started when it sent the request, some time ago.
-        options: dict[str, Any] = {"timeout": 2.0, "max_retries": 0}
-        listed = {"x-stainless-timeout": "1", "x-stainless-read-timeout": "1"}
-        async with running_site(tmp_path, [server.url]) as site, site.openai(**options) as client:
-            with pytest.raises(package.APITimeoutError):
-                await client.chat.completions.create(**LONG, extra_headers=listed)
-            await site.until_idle()
-            assert [record.status for record in site.records] == [504]
-            node = site.gateway.fleet.nodes["node-0"]
-            assert (node.failures, node.circuit.suspect_callers) == (0, set())
-
-
 # Errors in the middle of a stream.
 
 
@@ -326,15 +210,12 @@ async def test_a_node_that_dies_in_mid_stream_is_an_error_of_the_client(
 ) -> None:
     with running_demo_servers(1, slots=1, context=16_384) as (server,):
         async with running_site(tmp_path, [server.url]) as site, site.openai() as client:
-            asks: dict[str, Any] = {
-                "chat": client.chat.completions.create,
-                "responses": client.responses.create,
-            }
-            bodies: dict[str, Any] = {
-                "chat": LONG,
-                "responses": {"model": "demo", "input": "on", "max_output_tokens": 15_000},
-            }
-            stream = await asks[api](**bodies[api], stream=True)
+            body: Any = {"model": "demo", "input": "on", "max_output_tokens": 15_000}
+            stream: Any = (
+                await client.chat.completions.create(**LONG, stream=True)
+                if api == "chat"
+                else await client.responses.create(**body, stream=True)
+            )
             parts = aiter(stream)
             for _ in range(30):  # some of them have no text
                 await anext(parts)
@@ -347,33 +228,3 @@ async def test_a_node_that_dies_in_mid_stream_is_an_error_of_the_client(
             [record] = site.records
             assert (record.status, record.reason) == (502, "node_failed")
             assert record.completion_tokens >= 20
-
-
-async def test_requests_that_the_operator_cancels_are_errors_of_their_clients(
-    tmp_path: Path, narrow_url: str
-) -> None:
-    async with (
-        running_site(tmp_path, [narrow_url]) as site,
-        site.openai() as client,
-        httpx.AsyncClient(
-            base_url=site.running.admin_url, trust_env=False, verify=NO_TLS, timeout=60
-        ) as admin,
-    ):
-        stream = await client.chat.completions.create(**LONG, stream=True)
-        tag = {"X-Request-ID": "waiting-1"}
-        queued = asyncio.create_task(client.chat.completions.create(**CHAT, extra_headers=tag))
-        await until(site.gateway.scheduler.queue_positions)
-        listed = (await admin.get("/admin/requests")).json()["requests"]
-        assert [request["state"] for request in listed] == ["running", "waiting"]
-        for name in ("waiting-1", listed[0]["id"]):
-            assert (await admin.delete(f"/admin/requests/{name}")).status_code == 200
-        with pytest.raises(package.InternalServerError, match="has cancelled") as refused:
-            await queued
-        assert error_facts(refused.value) == (503, "cancelled", "cancelled")
-        with pytest.raises(package.APIError, match="has cancelled"):
-            await read(aiter(stream))
-        gc.collect()  # what its generators hold, on this thread and not on the store's
-        await site.until_idle()
-        assert await busy(narrow_url) == 0
-        assert len(site.records) == 2  # neither was retried
-        assert site.gateway.fleet.nodes["node-0"].failures == 0

@@ -14,7 +14,6 @@ import pytest
 
 from gateway.callers.keys import ApiKey, new_key
 from tests.clients.site import Site, running_site
-from tests.gateways import NO_TLS
 from tests.servers import demo_servers
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="session")]
@@ -143,20 +142,6 @@ FORMS = [
 IDS = [f"{path} {'+'.join(more)}" for path, more in FORMS]
 
 
-async def test_without_a_setting_a_right_guess_is_told_from_a_wrong_one(
-    tmp_path: Path, urls: list[str]
-) -> None:
-    async with two_tenants(tmp_path, urls[:1]) as site:
-        for path in PATHS:
-            if path.startswith("/api"):
-                continue  # Ollama's API tells it by `prompt_eval_duration` alone.
-            right, wrong = await guesses(site, path, {})
-            assert cached(right) > 100, path
-            assert 0 <= cached(wrong) < 30, path
-        right, wrong = await guesses(site, "/api/chat", {})
-        assert "prompt_eval_duration" in right.json()
-
-
 @pytest.mark.parametrize(("path", "more"), FORMS, ids=IDS)
 async def test_hidden_figures_are_the_same_for_a_right_and_a_wrong_guess(
     tmp_path: Path, urls: list[str], path: str, more: dict[str, Any]
@@ -197,69 +182,3 @@ async def test_without_a_prompt_cache_the_node_reads_every_prompt_anew(
             await site.until_idle()
             assert [record.cached_tokens for record in site.records[-2:]] == [0, 0]
             assert all(record.prompt_tokens > 100 for record in site.records[-2:])
-
-
-async def test_a_prompt_that_was_read_anew_can_still_be_guessed_by_others(
-    tmp_path: Path, urls: list[str]
-) -> None:
-    """The setting is one of the guesser's: the server keeps every prompt in its slot."""
-    async with two_tenants(tmp_path, urls[:1], {"prompt_cache": False}) as site:
-        path, prompt = "/v1/chat/completions", secret()
-        await ask(site, BOB, path, body(path, prompt))
-        assert cached(await ask(site, ALICE, path, body(path, prompt))) > 100
-
-
-async def tasks(url: str) -> list[int]:
-    """The last task of each slot, by the server itself."""
-    async with httpx.AsyncClient(trust_env=False, verify=NO_TLS, timeout=60) as client:
-        return [slot["id_task"] for slot in (await client.get(f"{url}/slots")).json()]
-
-
-async def test_in_a_pool_of_its_own_a_tenant_never_reaches_the_others_node(
-    tmp_path: Path, urls: list[str]
-) -> None:
-    nodes = [
-        {"name": name, "url": url, "labels": {"tenant": name}}
-        for name, url in zip(("a", "b"), urls, strict=True)
-    ]
-    groups = {
-        "of-alice": {"cache": {"nodes": {"tenant": "a"}}},
-        "of-bob": {"cache": {"nodes": {"tenant": "b"}}},
-    }
-    async with two_tenants(tmp_path, nodes, groups=groups) as site:
-        for path in PATHS:
-            prompt = secret()
-            await ask(site, ALICE, path, body(path, prompt))
-            before = await tasks(urls[0])
-            for more in ({}, {"stream": True}):
-                assert cached(await ask(site, BOB, path, body(path, prompt, **more))) < 30
-                prompt = secret()
-            await site.until_idle()
-            assert await tasks(urls[0]) == before
-        assert {record.caller: record.node for record in site.records} == {"alice": "a", "bob": "b"}
-
-
-@pytest.mark.parametrize("isolate", ["off", "group", "key"])
-async def test_an_isolated_tenant_is_not_drawn_to_the_node_that_has_anothers_prompt(
-    tmp_path: Path, urls: list[str], isolate: str
-) -> None:
-    path, drawn = "/v1/chat/completions", []
-    async with two_tenants(tmp_path, urls, {"isolate": isolate}) as site:
-        for home, other in (("node-0", "node-1"), ("node-1", "node-0")) * 4:
-            prompt = secret() * 5
-            await steer(site, other, "drain")
-            await ask(site, ALICE, path, body(path, prompt))
-            await steer(site, other, "resume")
-            await ask(site, BOB, path, body(path, prompt))
-            first, second = site.records[-2:]
-            assert first.node == home
-            drawn.append(second.node == home)
-            assert (second.cached_tokens > 700) == drawn[-1]
-    # By chance he is sent there about every other time.
-    assert all(drawn) == (isolate == "off"), drawn
-
-
-async def steer(site: Site, node: str, verb: str) -> None:
-    url = f"{site.running.admin_url}/admin/nodes/{node}/{verb}"
-    async with httpx.AsyncClient(trust_env=False, verify=NO_TLS, timeout=60) as client:
-        assert (await client.post(url)).status_code == 200

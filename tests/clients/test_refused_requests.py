@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from anthropic import BadRequestError as AnthropicBadRequest
-from openai import BadRequestError
 
 from gateway.local.demo_model import CHAT_TEMPLATE, DEMO_SHAPES, write_model
 from tests.clients.site import Site, running_site
@@ -91,18 +89,3 @@ async def test_a_history_that_no_server_can_read_is_a_bad_request(shared: Site) 
     await check()
     nodes = shared.gateway.fleet.nodes.values()
     assert [node.failures for node in nodes] == [0, 0]
-
-
-async def test_the_official_clients_do_not_repeat_it(shared: Site) -> None:
-    before = sum(node.requests for node in shared.gateway.fleet.nodes.values())
-    async with shared.openai() as openai, shared.anthropic() as anthropic:
-        with pytest.raises(BadRequestError, match=ARGUMENTS):
-            await openai.chat.completions.create(model="demo", **chat_with('{"x'))
-        with pytest.raises(AnthropicBadRequest, match=ROLES):
-            await anthropic.messages.create(
-                model="demo",
-                max_tokens=4,
-                messages=[HELLO, HELLO],  # type: ignore[list-item]
-            )
-    nodes = shared.gateway.fleet.nodes.values()
-    assert sum(node.requests for node in nodes) == before + 2

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -15,10 +13,9 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
 
 from tests.clients.site import HELLO, busy, until_busy
-from tests.gateway_processes import LIMIT, Succession, serving
+from tests.gateway_processes import Succession, serving
 from tests.gateways import NO_TLS
 from tests.servers import running_demo_servers
 
@@ -137,32 +134,6 @@ async def state_is(gateway: Succession, name: str, state: str | None) -> bool:
     return (await states(gateway)).get(name) == state
 
 
-async def test_a_signal_reads_the_files_again_and_a_wrong_one_changes_nothing(
-    tmp_path: Path,
-) -> None:
-    with running_demo_servers(1) as (one,):
-        async with (
-            serving(tmp_path, inventory(one=one.url)) as gateway,
-            under_load(gateway.url) as load,
-        ):
-            await load.more()
-            gateway.first.send_signal(signal.SIGHUP)
-            await gateway.until("inventory")
-            await load.more()
-            (tmp_path / "nodes.yaml").write_text("nodes:\n- {name: one, url: 'nothing'}\n")
-            await until(lambda: inventory_error_is(gateway, set_=True))
-            assert await load.more() == {"one"}
-            gateway.write_nodes(inventory(one=one.url))
-            gateway.first.send_signal(signal.SIGHUP)
-            await until(lambda: inventory_error_is(gateway, set_=False))
-            await load.more()
-        assert {line["status"] for line in gateway.logged("request")} == {200}
-
-
-async def inventory_error_is(gateway: Succession, *, set_: bool) -> bool:
-    return ((await admin(gateway, "/admin/status"))["inventory_error"] is not None) == set_
-
-
 async def test_a_node_is_drained_and_resumed_by_command_under_load(tmp_path: Path) -> None:
     with running_demo_servers(2) as (one, two):
         async with serving(tmp_path, inventory(one=one.url, two=two.url)) as gateway:
@@ -184,38 +155,3 @@ async def test_a_node_is_drained_and_resumed_by_command_under_load(tmp_path: Pat
                 assert out.startswith("one: ready")
                 assert await load.more(30) == {"one", "two"}
         assert {line["status"] for line in gateway.logged("request")} == {200}
-
-
-@pytest.mark.smoke
-async def test_running_streams_complete_when_the_process_gets_sigterm(tmp_path: Path) -> None:
-    with running_demo_servers(1) as (one,):
-        async with serving(tmp_path, inventory(one=one.url)) as gateway:
-            await until(lambda: state_is(gateway, "one", "ready"))
-            body = {"messages": HELLO, "max_tokens": 1500, "stream": True}
-            async with (
-                httpx.AsyncClient(
-                    base_url=gateway.url, trust_env=False, verify=NO_TLS, timeout=120
-                ) as client,
-                client.stream("POST", "/v1/chat/completions", json=body) as answer,
-            ):
-                parts = answer.aiter_bytes()
-                first = await anext(parts)
-                gateway.first.send_signal(signal.SIGTERM)
-                data = first + b"".join([part async for part in parts])
-            assert data.endswith(b"data: [DONE]\n\n")
-            assert data.count(b'"content":"') == 1500
-            assert await asyncio.wait_for(gateway.first.wait(), LIMIT) == 0
-            await gateway.until("ended")
-
-
-async def test_the_check_command_compares_the_inventory_with_the_servers(tmp_path: Path) -> None:
-    nodes_file = tmp_path / "nodes.yaml"
-    with running_demo_servers(2) as (one, two):
-        nodes = [{"name": "one", "url": one.url}, {"name": "two", "url": two.url, "slots": 5}]
-        nodes_file.write_text(yaml.safe_dump({"nodes": nodes}))
-        status, out, err = await command("check", "--probe", "--nodes", str(nodes_file), "--json")
-        assert status == 0, err
-        listed = {node["name"]: node for node in json.loads(out)["nodes"]}
-        assert listed["one"]["models"] == ["demo"]
-        assert (listed["one"]["slots"], listed["one"]["context"]) == (2, 4096)
-        assert any("slots" in difference for difference in listed["two"]["drift"])

@@ -6,14 +6,17 @@ A test that fails here is good news: the server has caught up, and the repair th
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import msgspec
 import pytest
+from anthropic import AsyncAnthropic
+from openai import AsyncOpenAI
+from pydantic import BaseModel
 
 from gateway.api import sse
-from tests.clients.site import HELLO
+from tests.clients.site import HELLO, Site
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="session")]
 
@@ -74,23 +77,6 @@ async def test_the_events_of_a_response_lack_their_numbers(
     assert not names <= event.keys(), caught_up("stream_events")
 
 
-async def test_the_first_event_of_a_response_lacks_its_time_and_model(
-    chat_node: httpx.AsyncClient,
-) -> None:
-    [first, *_] = await streamed(chat_node, "/v1/responses", ASK | {"max_output_tokens": 2})
-    assert first["type"] == "response.created"
-    assert not {"created_at", "model", "output"} <= first["response"].keys(), caught_up(
-        "stream_events"
-    )
-
-
-async def test_the_arguments_of_a_call_are_not_told_whole(chat_node: httpx.AsyncClient) -> None:
-    events = await streamed(chat_node, "/v1/responses", ASK | CALL | {"max_output_tokens": 200})
-    kinds = {event["type"] for event in events}
-    assert "response.function_call_arguments.delta" in kinds
-    assert "response.function_call_arguments.done" not in kinds, caught_up("stream_events")
-
-
 async def test_a_response_ignores_text_format(chat_node: httpx.AsyncClient) -> None:
     body = ASK | {"max_output_tokens": 100}
     bound = {"type": "json_schema", "name": "city", "schema": CITY}
@@ -135,13 +121,6 @@ async def test_a_message_calls_a_stop_sequence_the_end_of_the_turn(
     )
 
 
-async def test_a_message_that_was_cut_off_says_so(chat_node: httpx.AsyncClient) -> None:
-    # No gap: nothing of this is repaired.
-    for more in ({"max_tokens": 5}, {"max_tokens": 100_000}):
-        message = await post(chat_node, "/v1/messages", MESSAGE | more)
-        assert message["stop_reason"] == "max_tokens"
-
-
 @pytest.mark.parametrize("limit", [5, 100_000], ids=["its own limit", "the context"])
 async def test_a_response_that_was_cut_off_is_called_completed(
     chat_node: httpx.AsyncClient, limit: int
@@ -161,21 +140,6 @@ async def test_a_call_that_was_cut_off_is_called_completed(chat_node: httpx.Asyn
     with pytest.raises(msgspec.DecodeError):
         msgspec.json.decode(call["arguments"])
     assert call["status"] == "completed", caught_up("stop_reason")
-
-
-async def test_a_response_does_not_tell_its_own_end_from_the_limits(
-    chat_node: httpx.AsyncClient,
-) -> None:
-    """A response that ends with just the last token is called incomplete, as it looks the same."""
-    body = ASK | {"response_format": {"type": "json_object"}}
-    whole = await post(chat_node, "/v1/responses", body | {"max_output_tokens": 100})
-    tokens = whole["usage"]["output_tokens"]
-    ended = await post(chat_node, "/v1/responses", body | {"max_output_tokens": tokens})
-    cut = await post(chat_node, "/v1/responses", body | {"max_output_tokens": tokens - 1})
-    for response, count in ((ended, tokens), (cut, tokens - 1)):
-        assert response["usage"]["output_tokens"] == count
-    assert ended.keys() == cut.keys(), caught_up("stop_reason")
-    assert ended["status"] == cut["status"], caught_up("stop_reason")
 
 
 TEXT = {"type": "input_text", "text": "a"}
@@ -208,3 +172,121 @@ async def test_a_response_is_refused_for_items_that_openai_takes(
 ) -> None:
     body = {"model": "demo", "max_output_tokens": 2} | REFUSED[case]
     assert (await chat_node.post(path, json=body)).status_code == 400, caught_up("input_items")
+
+
+# Repaired, with the official clients.
+
+
+BOUND: Any = {"type": "json_schema", "name": "city", "schema": CITY, "strict": True}
+OUTPUT: dict[str, Any] = {"output_config": {"format": {"type": "json_schema", "schema": CITY}}}
+
+
+class City(BaseModel):
+    city: Literal["paris", "rome"]
+
+
+# /v1/responses
+
+
+@pytest.mark.smoke
+async def test_the_events_of_a_response_are_accumulated(openai: AsyncOpenAI) -> None:
+    async with openai.responses.stream(
+        **ASK, text={"format": BOUND}, max_output_tokens=100
+    ) as stream:
+        events = [event async for event in stream]
+        final = await stream.get_final_response()
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert deltas[-1].snapshot == "".join(event.delta for event in deltas) == final.output_text
+    assert final.status == "completed"
+    assert final.created_at <= (final.completed_at or 0)
+
+
+async def test_a_response_obeys_its_format(openai: AsyncOpenAI) -> None:
+    limit: Any = {"max_output_tokens": 100}
+    assert obeys(
+        (await openai.responses.create(**ASK, **limit, text={"format": BOUND})).output_text
+    )
+    parsed = await openai.responses.parse(**ASK, **limit, text_format=City)
+    assert parsed.output_parsed is not None
+    as_object: Any = {"format": {"type": "json_object"}}
+    response = await openai.responses.create(**ASK, **limit, text=as_object)
+    assert response.output_text.startswith("{")
+
+
+@pytest.mark.parametrize("limit", [6, 100_000], ids=["its own limit", "the context"])
+async def test_a_response_that_was_cut_off_is_incomplete(openai: AsyncOpenAI, limit: int) -> None:
+    plain = await openai.responses.create(**ASK, max_output_tokens=limit)
+    stream = await openai.responses.create(**ASK, max_output_tokens=limit, stream=True)
+    last = [event async for event in stream][-1]
+    assert last.type == "response.incomplete"
+    for response in (plain, last.response):
+        assert response.status == "incomplete"
+        assert response.incomplete_details is not None
+        assert response.incomplete_details.reason == "max_output_tokens"
+        [message] = response.output
+        assert message.type == "message"
+        assert message.status == "incomplete"
+
+
+# /v1/messages
+
+
+@pytest.mark.smoke
+async def test_a_message_obeys_its_format(anthropic: AsyncAnthropic) -> None:
+    body: Any = {"model": "demo", "messages": HELLO, "max_tokens": 100}
+    message = await anthropic.messages.create(**body, **OUTPUT)
+    [block] = message.content
+    assert block.type == "text"
+    assert obeys(block.text)
+    assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
+    parsed = await anthropic.messages.parse(**body, output_format=City)
+    assert parsed.parsed_output is not None
+
+
+async def test_a_streamed_message_obeys_its_format(anthropic: AsyncAnthropic) -> None:
+    body: Any = {"model": "demo", "messages": HELLO, "max_tokens": 100, **OUTPUT}
+    body["extra_body"] = {"temperature": 0}
+    async with anthropic.messages.stream(**body) as stream:
+        kinds = [event.type async for event in stream]
+        final = await stream.get_final_message()
+    assert kinds[0] == "message_start"
+    assert kinds[-2:] == ["message_delta", "message_stop"]
+    plain = await anthropic.messages.create(**body)
+    [block] = final.content
+    assert block.type == "text"
+    assert obeys(block.text)
+    assert plain.content[0].type == "text"
+    assert plain.content[0].text == block.text
+    total = plain.usage.input_tokens + (plain.usage.cache_read_input_tokens or 0)
+    assert final.usage.input_tokens + (final.usage.cache_read_input_tokens or 0) == total
+    assert final.usage.output_tokens == plain.usage.output_tokens
+    counted = await anthropic.messages.count_tokens(model="demo", messages=HELLO, **OUTPUT)
+    assert counted.input_tokens == total
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_sequence_is_told(site: Site, stream: bool) -> None:
+    body = MESSAGE | {"max_tokens": 60, "stop_sequences": ["zzz", "a"]}
+    if stream:
+        *_, event, _ = await streamed(site.http, "/v1/messages", body)
+        end = event["delta"]
+    else:
+        end = await post(site.http, "/v1/messages", body)
+    assert (end["stop_reason"], end["stop_sequence"]) == ("stop_sequence", "a")
+
+
+# The switches
+
+
+@pytest.mark.parametrize("case", REFUSED)
+async def test_items_of_a_response_that_the_server_refuses_are_repaired(
+    site: Site, unrepaired: Site, case: str
+) -> None:
+    body: dict[str, Any] = {"model": "demo", "max_output_tokens": 2} | REFUSED[case]
+    for path in ("/v1/responses", "/v1/responses/input_tokens"):
+        await post(site.http, path, body)
+        # Large bodies are outlined instead of parsed.
+        await post(site.http, path, body | {"metadata": {"pad": "x" * 70_000}})
+        assert (await unrepaired.http.post(path, json=body)).status_code == 400
+    await streamed(site.http, "/v1/responses", body)

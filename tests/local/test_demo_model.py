@@ -1,24 +1,16 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
-import sys
 from pathlib import Path
 
-import gguf
-import pytest
-
-from gateway.local import LocalFleetError
 from gateway.local.demo_model import (
     BARE_WORDS,
-    DEMO_SHAPES,
     SPACE_MARK,
     TRAINED_CONTEXT,
     WORDS,
     TokenType,
     ensure_demo_model,
     vocabulary,
-    write_model,
 )
 from gateway.local.gguf import read_model
 
@@ -39,44 +31,11 @@ def test_the_model_has_the_same_bytes_everywhere(tmp_path: Path) -> None:
     assert path.stat().st_mtime_ns == before.st_mtime_ns
 
 
-@pytest.mark.slow
-def test_the_medium_size_is_right_for_cache_tests(tmp_path: Path) -> None:
-    path = ensure_demo_model(tmp_path, "medium")
-    assert 45_000_000 < path.stat().st_size < 60_000_000
-    assert gguf.GGUFReader(path).get_tensor(0).tensor_type == gguf.GGMLQuantizationType.F16
-
-
-def test_concurrent_processes_get_the_same_whole_file(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(4) as pool:
-        paths = pool.map(ensure_demo_model, [tmp_path] * 4)
-    assert len(set(paths)) == 1
-    assert hashlib.sha256(paths[0].read_bytes()).hexdigest() == DIGEST
-    assert sorted(p.name for p in paths[0].parent.iterdir()) == [
-        "demo-small-v2.gguf",
-        "demo-small-v2.gguf.lock",
-    ]
-
-
-def test_a_missing_package_is_named_with_the_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(
-        LocalFleetError, match=r"'gguf'.*-m pip install 'gguf>=0.17' .*'xllamacpp>="
-    ):
-        write_model(tmp_path / "x.gguf", DEMO_SHAPES["small"])
-
-
-def test_every_word_can_be_reached_through_its_prefixes() -> None:
-    texts = {token.text for token in vocabulary()}
+def test_every_word_byte_and_ascii_character_can_be_reached() -> None:
+    tokens = vocabulary()
+    texts = {token.text for token in tokens}
+    assert len(texts) == len(tokens)
+    assert {chr(code) for code in range(0x21, 0x7F)} < texts
+    assert sum(token.kind is TokenType.BYTE for token in tokens) == 256
     for word in (*(SPACE_MARK + word for word in WORDS), *BARE_WORDS):
         assert all(word[:end] in texts for end in range(1, len(word) + 1))
-
-
-def test_no_token_appears_twice_and_every_byte_and_ascii_character_has_one() -> None:
-    tokens = vocabulary()
-    texts = [token.text for token in tokens]
-    assert len(set(texts)) == len(texts)
-    assert {chr(code) for code in range(0x21, 0x7F)} < set(texts)
-    assert sum(token.kind is TokenType.BYTE for token in tokens) == 256

@@ -1,22 +1,18 @@
 from __future__ import annotations
 
-import ssl
 from collections.abc import Iterator
 
 import httpx
 import pytest
-import trustme
 
 from gateway.local.download import (
     MOST_REDIRECTS,
     ModelUrlError,
     RangeRefusedError,
     RemoteError,
-    SourceRecord,
     cache_key,
     file_name,
     is_url,
-    open_client,
     open_remote,
     parse_model_url,
     part_urls,
@@ -31,12 +27,6 @@ CONTENT = bytes(range(256)) * 1000
 
 @pytest.fixture
 def server() -> Iterator[FileServer]:
-    with FileServer(CONTENT).serving() as server:
-        yield server
-
-
-@pytest.fixture
-def other() -> Iterator[FileServer]:
     with FileServer(CONTENT).serving() as server:
         yield server
 
@@ -61,22 +51,6 @@ def refused(client: httpx.Client, server: FileServer, start: int = 0) -> RemoteE
     return error.value
 
 
-def test_a_file_is_read_from_any_byte_on(client: httpx.Client, server: FileServer) -> None:
-    assert read(client, f"{server.origin}/m") == (0, len(CONTENT), CONTENT)
-    assert read(client, f"{server.origin}/m", 1000) == (1000, len(CONTENT), CONTENT[1000:])
-
-
-def test_a_changed_file_begins_at_its_start(client: httpx.Client, server: FileServer) -> None:
-    assert read(client, f"{server.origin}/m", 1000, '"v1"')[0] == 1000
-    assert read(client, f"{server.origin}/m", 1000, '"v0"')[0] == 0
-
-
-def test_a_weak_etag_cannot_prove_that_a_part_is_of_the_same_file() -> None:
-    assert SourceRecord("m", 'W/"1"', None).if_range is None
-    assert SourceRecord("m", 'W/"1"', "Mon, 01 Jan").if_range == "Mon, 01 Jan"
-    assert SourceRecord("m", '"1"', "Mon, 01 Jan").if_range == '"1"'
-
-
 # Redirects.
 
 
@@ -84,17 +58,13 @@ def test_a_weak_etag_cannot_prove_that_a_part_is_of_the_same_file() -> None:
     ("user", "token", "sent"), [("", "secret", "Bearer secret"), ("me:hunter2@", None, "Basic ")]
 )
 def test_a_secret_stays_with_its_host_and_the_range_goes_along(
-    client: httpx.Client,
-    server: FileServer,
-    other: FileServer,
-    user: str,
-    token: str | None,
-    sent: str,
+    client: httpx.Client, server: FileServer, user: str, token: str | None, sent: str
 ) -> None:
-    server.faults.append(Fault(307, {"Location": "/elsewhere"}))
-    server.faults.append(Fault(302, {"Location": f"{other.origin}/cdn"}))
-    url = server.origin.replace("//", f"//{user}") + "/m"
-    assert read(client, url, 5000, token=token)[0] == 5000
+    with FileServer(CONTENT).serving() as other:
+        server.faults.append(Fault(307, {"Location": "/elsewhere"}))
+        server.faults.append(Fault(302, {"Location": f"{other.origin}/cdn"}))
+        url = server.origin.replace("//", f"//{user}") + "/m"
+        assert read(client, url, 5000, token=token)[0] == 5000
     assert len(server.requests) == 2
     assert all(headers["authorization"].startswith(sent) for _, headers in server.requests)
     ((target, headers),) = other.requests
@@ -107,39 +77,12 @@ def test_redirects_are_bounded(client: httpx.Client, server: FileServer) -> None
     assert "more than 8 redirects" in str(error)
     assert not error.retryable
     assert len(server.requests) == MOST_REDIRECTS + 1
-
-
-@each_case("headers", [{}, {"Location": "ftp://x/y"}])
-def test_a_redirect_to_nowhere_is_an_error(
-    client: httpx.Client, server: FileServer, headers: dict[str, str]
-) -> None:
-    server.faults.append(Fault(302, headers))
+    server.always = Fault(302, {"Location": "ftp://x/y"})
     with pytest.raises(ModelUrlError, match="redirects"):
         read(client, f"{server.origin}/m")
 
 
 # Refusals.
-
-
-@each_case(
-    ("status", "retryable", "text"),
-    [
-        (401, False, "--token-env"), (403, False, "accept its terms"),
-        (404, False, "check the address"), (418, False, "HTTP 418"), (429, True, "HTTP 429"),
-        (503, True, "Service Unavailable"), (599, False, "HTTP 599"),
-    ],
-)  # fmt: skip
-def test_a_status_names_the_remedy_and_whether_a_later_try_may_help(
-    client: httpx.Client, server: FileServer, status: int, retryable: bool, text: str
-) -> None:
-    server.always = Fault(status, {"Retry-After": "7200"})
-    error = refused(client, server)
-    assert text in str(error)
-    assert (error.retryable, error.retry_after) == (retryable, 60)
-
-
-def test_a_range_beyond_the_end_is_refused(client: httpx.Client, server: FileServer) -> None:
-    assert isinstance(refused(client, server, len(CONTENT)), RangeRefusedError)
 
 
 @each_case("sent", ["bytes 0-9/10", "bytes 5-9", "pages 1-2/3", "", "bytes " + "9" * 40])
@@ -148,73 +91,15 @@ def test_another_range_than_the_one_asked_is_not_taken(
 ) -> None:
     server.faults.append(Fault(headers={"Content-Range": sent}))
     assert isinstance(refused(client, server, 1000), RangeRefusedError)
-
-
-def test_what_can_not_be_the_file_is_refused(client: httpx.Client, server: FileServer) -> None:
+    assert isinstance(refused(client, server, len(CONTENT)), RangeRefusedError)
     server.faults.append(Fault(headers={"Content-Encoding": "gzip"}))
     assert "sends the file as gzip" in str(refused(client, server))
-
-
-def test_a_server_that_is_away_may_come_back(client: httpx.Client) -> None:
-    with FileServer(b"").serving() as gone:
-        pass
-    error = refused(client, gone)
-    assert "127.0.0.1: " in str(error)
-    assert error.retryable
-
-
-class TestTls:
-    @pytest.fixture
-    def authority(self) -> trustme.CA:
-        return trustme.CA()
-
-    @pytest.fixture
-    def secure(self, authority: trustme.CA) -> Iterator[FileServer]:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        authority.issue_cert("127.0.0.1").configure_cert(context)
-        with FileServer(CONTENT, context).serving() as server:
-            yield server
-
-    def test_a_trusted_server_is_read(self, secure: FileServer, authority: trustme.CA) -> None:
-        context = ssl.create_default_context()
-        authority.configure_trust(context)
-        with open_client(context) as client:
-            assert read(client, f"{secure.origin}/m")[2] == CONTENT
-
-    def test_an_untrusted_one_is_refused_with_the_remedy(
-        self, secure: FileServer, client: httpx.Client
-    ) -> None:
-        error = refused(client, secure)
-        assert "SSL_CERT_FILE" in str(error)
-        assert not error.retryable
-
-    def test_a_redirect_from_https_to_http_is_refused(
-        self, secure: FileServer, authority: trustme.CA
-    ) -> None:
-        context = ssl.create_default_context()
-        authority.configure_trust(context)
-        secure.faults.append(Fault(302, {"Location": "http://cdn.example/m"}))
-        with open_client(context) as client, pytest.raises(ModelUrlError, match="only https"):
-            read(client, f"{secure.origin}/m")
 
 
 # Addresses.
 
 
 SECRET = "https://user:hunter2@models.example:8443/a/m.gguf?X-Signature=hunter2#hunter2"
-
-
-@each_case(
-    ("text", "is_address"),
-    [
-        ("https://h/m.gguf", True), ("HTTP://h/m", True), ("ftp://h/m.gguf", True),
-        ("m.gguf", False), ("/m/https.gguf", False), ("C:\\m.gguf", False), ("a:b/m", False),
-    ],
-)  # fmt: skip
-def test_what_has_a_scheme_is_an_address_and_anything_else_a_file(
-    text: str, is_address: bool
-) -> None:
-    assert is_url(text) is is_address
 
 
 @each_case(
@@ -227,13 +112,10 @@ def test_what_has_a_scheme_is_an_address_and_anything_else_a_file(
     ],
 )  # fmt: skip
 def test_addresses_that_are_not_https_or_not_valid_are_refused(text: str) -> None:
+    assert is_url(text)
+    assert not is_url(text.replace("://", "/"))
     with pytest.raises(ModelUrlError):
         parse_model_url(text)
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1:81", "[::1]", "localhost"])
-def test_http_is_allowed_where_nobody_can_listen_in(host: str) -> None:
-    assert parse_model_url(f"http://{host}/m.gguf").scheme == "http"
 
 
 def test_what_is_printed_holds_no_secret() -> None:
@@ -253,65 +135,54 @@ def test_what_is_printed_holds_no_secret() -> None:
         ("/a/Model.GGUF?download=true", "Model.gguf"),
         ("/a/..%2F..%2Fetc%2Fpasswd", "passwd.gguf"),
         ("/", "model.gguf"),
-        ("/...gguf", "gguf.gguf"),
         ("/%00%1b[31m.gguf", "31m.gguf"),
         ("/" + "x" * 500 + ".gguf", "x" * 120 + ".gguf"),
-        ("/sha256-abc", "sha256-abc.gguf"),
     ],
 )
 def test_the_files_name_is_safe(path: str, name: str) -> None:
     assert file_name(parse_model_url(f"https://h{path}")) == name
 
 
-def test_a_split_model_has_an_address_for_each_file() -> None:
-    first = parse_model_url("https://h/a%20b/m-00001-of-00003.gguf?sig=a%2Fb")
-    assert [str(url) for url in part_urls(first)] == [
-        f"https://h/a%20b/m-0000{number}-of-00003.gguf?sig=a%2Fb" for number in (1, 2, 3)
-    ]
-    later = parse_model_url("https://h/a%20b/m-00002-of-00003.gguf?sig=a%2Fb")
-    assert part_urls(later) == part_urls(first)
+HERE, LOOPBACK = "https://models.example/m.gguf?token=hunter2", "http://127.0.0.1:81/m.gguf"
 
 
-@pytest.mark.parametrize("parts", ["00000", "99999"])
-def test_a_split_model_of_no_or_endless_files_is_refused(parts: str) -> None:
-    with pytest.raises(ModelUrlError, match="files"):
-        part_urls(parse_model_url(f"https://h/m-00001-of-{parts}.gguf"))
+@each_case(
+    ("here", "location", "target", "is_same"),
+    [
+        (HERE, "/cdn/m.gguf", "https://models.example/cdn/m.gguf", True),
+        (HERE, "https://models.example:443/m", "https://models.example/m", True),
+        (HERE, "https://models.example:444/m", "https://models.example:444/m", False),
+        (HERE, "//other.example/m", "https://other.example/m", False),
+        (LOOPBACK, "http://[::1]:82/m.gguf", "http://[::1]:82/m.gguf", False),
+        (HERE, "http://cdn.example/m?key=hunter2", None, False),
+        (HERE, "http://127.0.0.1/m", None, False),
+        (HERE, "file:///x", None, False),
+        (HERE, "", None, False),
+    ],
+)
+def test_a_redirect_stays_at_https_and_another_host_or_port_is_another_origin(
+    here: str, location: str, target: str | None, is_same: bool
+) -> None:
+    base = httpx.URL(here)
+    if target is None:
+        with pytest.raises(ModelUrlError) as refused:
+            parse_model_url(location, base)
+        assert "hunter2" not in str(refused.value)
+    else:
+        found = parse_model_url(location, base)
+        assert (str(found), same_origin(base, found)) == (target, is_same)
 
 
 def test_two_addresses_share_a_folder_only_where_they_are_one() -> None:
     key = cache_key(parse_model_url("https://h/m.gguf"))
     assert key == cache_key(parse_model_url("https://me:pw@h/m.gguf#x"))
     assert key != cache_key(parse_model_url("https://h/m.gguf?version=2"))
+    for parts in ("00000", "99999"):
+        with pytest.raises(ModelUrlError, match="files"):
+            part_urls(parse_model_url(f"https://h/m-00001-of-{parts}.gguf"))
 
 
-class TestRedirects:
-    HERE = httpx.URL("https://models.example/m.gguf?token=hunter2")
-
-    @each_case(
-        ("location", "target", "is_same"),
-        [
-            ("/cdn/m.gguf", "https://models.example/cdn/m.gguf", True),
-            ("https://models.example:443/m", "https://models.example/m", True),
-            ("https://models.example:444/m", "https://models.example:444/m", False),
-            ("https://cdn.example/m", "https://cdn.example/m", False),
-            ("//other.example/m", "https://other.example/m", False),
-        ],
-    )
-    def test_another_host_or_port_is_another_origin(
-        self, location: str, target: str, is_same: bool
-    ) -> None:
-        found = parse_model_url(location, self.HERE)
-        assert (str(found), same_origin(self.HERE, found)) == (target, is_same)
-
-    @each_case(
-        "location",
-        ["http://cdn.example/m?key=hunter2", "http://127.0.0.1/m", "file:///x", "", "data:,x"],
-    )
-    def test_one_that_leaves_https_is_refused_without_its_secrets(self, location: str) -> None:
-        with pytest.raises(ModelUrlError) as refused:
-            parse_model_url(location, self.HERE)
-        assert "hunter2" not in str(refused.value)
-
-    def test_loopback_may_redirect_to_loopback(self) -> None:
-        here = httpx.URL("http://127.0.0.1:81/m.gguf")
-        assert parse_model_url("http://127.0.0.1:82/m.gguf", here).port == 82
+def test_a_server_that_is_away_may_come_back(client: httpx.Client) -> None:
+    with FileServer(b"").serving() as gone:
+        pass
+    assert refused(client, gone).retryable

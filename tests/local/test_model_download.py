@@ -78,7 +78,6 @@ def test_a_file_in_the_cache_with_another_digest_is_refused(models: Models, cont
     path = models.fetch()
     with pytest.raises(DigestError, match=r"llama-gateway cache remove m\.gguf"):
         models.fetch("/m.gguf", "0" * 64)
-    assert path.exists()
     record_path(path).unlink()  # then the file itself is read
     with pytest.raises(DigestError, match=digest(content)):
         models.fetch("/m.gguf", "0" * 64)
@@ -93,71 +92,51 @@ def test_a_signed_address_that_changes_finds_the_file_by_its_digest(
     assert models.fetch("/m.gguf?sig=2") != first
 
 
-class TestSplit:
-    @pytest.fixture
-    def parts(self, server: FileServer, tmp_path: Path) -> list[bytes]:
-        """A split model of three files, which the server has."""
-        found = []
-        for number in (1, 2, 3):
-            name = f"s-0000{number}-of-00003.gguf"
-            path = tmp_path / name
-            with gguf_writer(path) as writer:
-                writer.add_context_length(512)
-                writer.add_tensor(f"t{number}", np.ones(1000 * number, dtype=np.float32))
-            found.append(path.read_bytes())
-            server.paths[f"/{name}"] = found[-1]
-        return found
-
-    def test_all_files_of_a_split_model_are_fetched_and_counted_together(
-        self, models: Models, parts: list[bytes]
-    ) -> None:
-        digests = [digest(part) for part in parts]
-        with pytest.raises(LocalFleetError, match="--max-bytes"):
-            models.fetch("/s-00001-of-00003.gguf", most=sum(map(len, parts)) - 1)
-        models.asked.clear()
-        path = models.fetch("/s-00001-of-00003.gguf", *digests)
-        assert [file.read_bytes() for file in sorted(path.parent.glob("*.gguf"))] == parts
-        assert read_model(path).size == sum(map(len, parts))
-        assert {one.size for one in models.asked} == {sum(map(len, parts))}
-
-    def test_a_missing_file_costs_none_of_the_others(
-        self, models: Models, parts: list[bytes]
-    ) -> None:
-        models.server.faults.extend([Fault(), Fault(), Fault(), Fault(), Fault(404)])
-        with pytest.raises(LocalFleetError, match=r"s-00002-of-00003\.gguf: HTTP 404"):
-            models.fetch("/s-00001-of-00003.gguf")
-        assert models.target("/s-00001-of-00003.gguf").exists()
-        before = len(models.server.requests)
-        models.fetch("/s-00001-of-00003.gguf")
-        asked = [target for target, _ in models.server.requests[before:]]
-        assert "/s-00001-of-00003.gguf" not in asked
+def test_files_of_a_split_model_are_counted_together_and_a_missing_one_costs_no_other(
+    models: Models, tmp_path: Path
+) -> None:
+    parts = []
+    for number in (1, 2, 3):
+        path = tmp_path / f"s-0000{number}-of-00003.gguf"
+        with gguf_writer(path) as writer:
+            writer.add_context_length(512)
+            writer.add_tensor(f"t{number}", np.ones(1000 * number, dtype=np.float32))
+        parts.append(path.read_bytes())
+        models.server.paths[f"/{path.name}"] = parts[-1]
+    first, total = "/s-00001-of-00003.gguf", sum(map(len, parts))
+    with pytest.raises(LocalFleetError, match="--max-bytes"):
+        models.fetch(first, most=total - 1)
+    models.asked.clear()
+    models.server.faults.extend([Fault(), Fault(), Fault(), Fault(), Fault(404)])
+    with pytest.raises(LocalFleetError, match=r"s-00002-of-00003\.gguf: HTTP 404"):
+        models.fetch(first)
+    before = len(models.server.requests)
+    path = models.fetch(first, *map(digest, parts))
+    assert first not in [target for target, _ in models.server.requests[before:]]
+    assert [file.read_bytes() for file in sorted(path.parent.glob("*.gguf"))] == parts
+    assert read_model(path).size == total
+    assert {one.size for one in models.asked} == {total}
 
 
-class TestTwoProcesses:
-    def test_one_downloads_and_the_other_waits_for_it(self, models: Models, content: bytes) -> None:
-        go_on = threading.Event()
-        models.server.faults.append(Fault(hold=go_on))
-        command = [sys.executable, "-c", FETCH, f"{models.server.origin}/m.gguf", str(models.cache)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            try:
-                assert models.server.half_way.wait(60)
-                models.on_note = go_on.set
-                path = models.fetch()
-                assert process.communicate(timeout=60)[0].strip() == str(path)
-            finally:
-                go_on.set()
-                process.kill()
-        assert path.read_bytes() == content
-        assert models.notes[0].startswith("Another process is downloading")
-        assert len(models.server.requests) == 1
-
-    def test_a_process_that_makes_no_progress_is_not_waited_for_for_ever(
-        self, models: Models, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("gateway.local.download.WAIT_ROUND", 0.005)
-        folder = models.target().parent
-        with (
-            file_lock(folder, timeout=1),
-            pytest.raises(LocalFleetError, match="has made no progress"),
-        ):
-            models.fetch()
+def test_one_process_downloads_and_another_waits_for_it_but_not_for_ever(
+    models: Models, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    models.server.faults.append(Fault(hold=go_on))
+    command = [sys.executable, "-c", FETCH, f"{models.server.origin}/m.gguf", str(models.cache)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert models.server.half_way.wait(60)
+            models.on_note = go_on.set
+            path = models.fetch()
+            assert process.communicate(timeout=60)[0].strip() == str(path)
+        finally:
+            go_on.set()
+            process.kill()
+    assert path.read_bytes() == content
+    assert models.notes[0].startswith("Another process is downloading")
+    assert len(models.server.requests) == 1
+    monkeypatch.setattr("gateway.local.download.WAIT_ROUND", 0.005)
+    folder = models.target("/other.gguf").parent
+    with file_lock(folder, timeout=1), pytest.raises(LocalFleetError, match="made no progress"):
+        models.fetch("/other.gguf")

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import errno
 import importlib.util
 import os
 import re
@@ -9,20 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import gguf
-import httpx
 import numpy as np
 import pytest
 
 from gateway.local import LocalFleetError, MemoryShortError, ModelFileError
-from gateway.local.gguf import ModelFile, read_model
+from gateway.local.gguf import ModelFile
 from gateway.local.memory import (
     MEMORY_RESERVE,
     MIB,
-    MOST_PROMPT_CACHE_BYTES,
     ServerSettings,
     file_memory,
-    server_needs,
 )
 from gateway.local.plan import (
     DEFAULT_CONTEXT,
@@ -33,14 +28,14 @@ from gateway.local.plan import (
     plan_servers,
     plan_specs,
 )
-from gateway.local.server import LocalFleet, inventory_entry
+from gateway.local.server import inventory_entry
 from gateway.local.topology import Topology, read_topology
 from setup.llama_server import cache_folder
 from tests.each_case import each_case
 from tests.known import known
 from tests.local.gguf_files import gguf_writer
 from tests.local.machine import make_machine, two_sockets_with_smt
-from tests.servers import demo_model, server_path
+from tests.servers import demo_model
 from tests.workshop.fit.random_models import Recipe, write
 
 GIB = 1 << 30
@@ -53,136 +48,6 @@ def one_node(tmp_path: Path) -> Topology:
     return read_topology(make_machine(tmp_path, [[[core, core + 8] for core in range(8)]]))
 
 
-@pytest.fixture
-def two_nodes(tmp_path: Path) -> Topology:
-    return read_topology(make_machine(tmp_path, two_sockets_with_smt()))
-
-
-def test_each_node_gets_a_server_pinned_and_with_memory_of_its_own(two_nodes: Topology) -> None:
-    first, second = plan_servers(two_nodes, MODEL)
-    assert (first.threads, second.threads) == (4, 4)
-    assert (first.cpus, second.cpus) == (two_nodes.nodes[0].cpus, two_nodes.nodes[1].cpus)
-    assert (first.memory_node, second.memory_node) == (0, 1)
-    assert (first.no_mmap, second.no_mmap) == (True, True)
-    # Memory that is not allowed is not bound.
-    forbidden = replace(two_nodes.nodes[1], memory_allowed=False)
-    machine = replace(two_nodes, nodes=(two_nodes.nodes[0], forbidden))
-    assert [spec.memory_node for spec in plan_servers(machine, MODEL)] == [0, None]
-
-
-@each_case(("servers", "threads"), [(1, 8), (2, 4), (3, 2), (8, 1), (20, 1)])
-def test_several_servers_of_a_node_share_its_cores(
-    one_node: Topology, servers: int, threads: int
-) -> None:
-    specs = plan_servers(one_node, MODEL, servers=servers)
-    assert [spec.name for spec in specs] == [f"local-{number}" for number in range(servers)]
-    assert {(spec.threads, spec.numa_node) for spec in specs} == {(threads, 0)}
-    assert {(spec.cpus, spec.memory_node, spec.no_mmap) for spec in specs} == {(None, None, False)}
-
-
-def test_servers_are_distributed_over_the_nodes(two_nodes: Topology) -> None:
-    specs = plan_servers(two_nodes, MODEL, servers=3)
-    assert [spec.numa_node for spec in specs] == [0, 1, 0]
-    assert [spec.threads for spec in specs] == [2, 4, 2]
-
-
-def test_a_quota_bounds_the_threads(one_node: Topology, two_nodes: Topology) -> None:
-    assert plan_servers(replace(one_node, cpu_quota=3.5), MODEL)[0].threads == 3
-    assert plan_servers(replace(one_node, cpu_quota=0.5), MODEL)[0].threads == 1
-    halves = plan_servers(replace(two_nodes, cpu_quota=4.0), MODEL)
-    assert [spec.threads for spec in halves] == [2, 2]
-
-
-def test_the_context_is_bounded_by_the_models_training(one_node: Topology) -> None:
-    assert plan_servers(one_node, MODEL)[0].context == DEFAULT_CONTEXT
-    assert plan_servers(one_node, replace(MODEL, trained_context=2048))[0].context == 2048
-    assert (
-        plan_servers(one_node, replace(MODEL, trained_context=None))[0].context == DEFAULT_CONTEXT
-    )
-    for trained in (65_536, None):
-        longer = replace(MODEL, trained_context=trained)
-        assert plan_servers(one_node, longer, context=65_536)[0].context == 65_536
-    with pytest.raises(LocalFleetError, match="--context 65536 at most"):
-        plan_servers(one_node, replace(MODEL, trained_context=65_536), context=65_537)
-
-
-def test_evicted_prompts_are_kept_only_where_there_is_room(one_node: Topology) -> None:
-    roomy = replace(one_node, memory_available=40 * GIB)
-    assert [s.prompt_cache_bytes for s in plan_servers(roomy, MODEL, servers=2)] == [
-        MOST_PROMPT_CACHE_BYTES
-    ] * 2
-    tight = replace(one_node, memory_available=16 * GIB)  # two servers take 12, 2 stay free
-    assert [s.prompt_cache_bytes for s in plan_servers(tight, MODEL, servers=2)] == [GIB, GIB]
-    short = replace(one_node, memory_available=6 * GIB)
-    assert plan_servers(short, MODEL)[0].prompt_cache_bytes == 0
-
-
-def model(name: str, gib: float) -> ModelFile:
-    """A model of unknown shape, which needs half as much again."""
-    return ModelFile(Path(f"/models/{name}.gguf"), name, int(gib * GIB), trained_context=32_768)
-
-
-def test_each_of_several_models_gets_a_server_of_its_name(one_node: Topology) -> None:
-    specs = plan_specs([model("a", 2), model("b", 4)], topology=one_node, slots=3)
-    assert [(spec.name, spec.alias, spec.slots, spec.threads) for spec in specs] == [
-        ("local-0", "a", 3, 4),
-        ("local-1", "b", 3, 4),
-    ]
-    assert all(spec.prompt_cache_bytes == MOST_PROMPT_CACHE_BYTES for spec in specs)
-
-
-def test_models_go_to_the_numa_nodes_with_most_memory_left_the_largest_first(
-    two_nodes: Topology,
-) -> None:
-    models = [model("a", 3), model("b", 1), model("c", 8), model("d", 2)]
-    specs = plan_specs(models, topology=two_nodes)
-    assert [spec.memory_node for spec in specs] == [1, 1, 0, 1]
-    assert [spec.threads for spec in specs] == [1, 1, 4, 1]
-    assert all(spec.no_mmap for spec in specs)
-    with pytest.raises(MemoryShortError, match=r"NUMA node 0 has 24\.0 GiB available"):
-        plan_specs([model("a", 15), model("b", 1)], topology=two_nodes)
-
-
-def test_models_get_as_many_slots_as_memory_has_room_for(
-    one_node: Topology, tmp_path: Path
-) -> None:
-    large = read_model(write(WIDE, tmp_path, hollow=True))
-    models = [large, replace(large, name="other", path=tmp_path / "other.gguf")]
-    needs = [server_needs(large, ServerSettings(slots, DEFAULT_CONTEXT))[0] for slots in (1, 2, 3)]
-    for room, slots in (
-        (2 * needs[0], [1, 1]),
-        (needs[0] + needs[1], [1, 1]),
-        (2 * needs[1], [2, 2]),
-        (2 * needs[2], [3, 3]),
-        (9 * needs[2], [4, 4]),
-    ):
-        machine = replace(one_node, memory_available=room + MEMORY_RESERVE)
-        assert [spec.slots for spec in plan_specs(models, topology=machine, slots=4)] == slots
-    short = replace(one_node, memory_available=2 * needs[0] + MEMORY_RESERVE - 1)
-    with pytest.raises(MemoryShortError, match=r"0\.\d GiB \(weights.*other.*--models-dir"):
-        plan_specs(models, topology=short, slots=4)
-    assert [s.slots for s in plan_specs(models, topology=short, slots=4, force_memory=True)] == [
-        4,
-        4,
-    ]
-
-
-def test_two_models_of_one_name_are_refused_with_both_paths(one_node: Topology) -> None:
-    other = replace(model("a", 1), path=Path("/elsewhere/a.gguf"))
-    with pytest.raises(ModelFileError, match=r"/models/a.gguf and /elsewhere/a.gguf: .* named a"):
-        plan_specs([model("a", 1), other], topology=one_node)
-
-
-def test_a_context_beyond_the_training_of_any_model_is_refused(one_node: Topology) -> None:
-    models = [model("a", 1), replace(model("b", 1), trained_context=2048)]
-    assert [spec.context for spec in plan_specs(models, topology=one_node)] == [4096, 2048]
-    with pytest.raises(LocalFleetError, match=r"/models/b\.gguf"):
-        plan_specs(models, topology=one_node, context=4096)
-
-
-# The plan for a machine.
-
-
 @pytest.fixture(autouse=True)
 def no_binary_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
@@ -190,37 +55,91 @@ def no_binary_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Topology:
+    """Two NUMA nodes."""
     return read_topology(make_machine(tmp_path / "machine", two_sockets_with_smt()))
 
 
-def test_without_a_model_the_demo_model_is_made(tmp_path: Path, machine: Topology) -> None:
+def test_each_node_gets_a_server_pinned_and_with_memory_of_its_own(machine: Topology) -> None:
+    first, second = plan_servers(machine, MODEL)
+    assert (first.threads, second.threads) == (4, 4)
+    assert (first.cpus, second.cpus) == (machine.nodes[0].cpus, machine.nodes[1].cpus)
+    assert (first.memory_node, second.memory_node) == (0, 1)
+    assert (first.no_mmap, second.no_mmap) == (True, True)
+    # Memory that is not allowed is not bound.
+    forbidden = replace(machine.nodes[1], memory_allowed=False)
+    partly = replace(machine, nodes=(machine.nodes[0], forbidden))
+    assert [spec.memory_node for spec in plan_servers(partly, MODEL)] == [0, None]
+    three = plan_servers(machine, MODEL, servers=3)
+    assert [(spec.numa_node, spec.threads) for spec in three] == [(0, 2), (1, 4), (0, 2)]
+    halves = plan_servers(replace(machine, cpu_quota=4.0), MODEL)
+    assert [spec.threads for spec in halves] == [2, 2]
+
+
+@each_case(
+    ("servers", "quota", "threads"),
+    [(1, None, 8), (2, None, 4), (3, None, 2), (20, None, 1), (1, 3.5, 3), (1, 0.5, 1)],
+)
+def test_several_servers_of_a_node_share_its_cores_within_a_quota(
+    one_node: Topology, servers: int, quota: float | None, threads: int
+) -> None:
+    specs = plan_servers(replace(one_node, cpu_quota=quota), MODEL, servers=servers)
+    assert [spec.name for spec in specs] == [f"local-{number}" for number in range(servers)]
+    assert {(spec.threads, spec.numa_node) for spec in specs} == {(threads, 0)}
+    assert {(spec.cpus, spec.memory_node, spec.no_mmap) for spec in specs} == {(None, None, False)}
+
+
+@each_case(
+    ("trained", "asked", "context"),
+    [
+        (32_768, None, DEFAULT_CONTEXT),
+        (2048, None, 2048),
+        (None, None, DEFAULT_CONTEXT),
+        (65_536, 65_536, 65_536),
+        (None, 65_536, 65_536),
+    ],
+)
+def test_the_context_is_bounded_by_the_models_training(
+    one_node: Topology, trained: int | None, asked: int | None, context: int
+) -> None:
+    of_model = replace(MODEL, trained_context=trained)
+    assert plan_servers(one_node, of_model, context=asked)[0].context == context
+    with pytest.raises(LocalFleetError, match="--context 32768 at most"):
+        plan_servers(one_node, MODEL, context=65_537)
+
+
+def model(name: str, gib: float) -> ModelFile:
+    """A model of unknown shape, which needs half as much again."""
+    return ModelFile(Path(f"/models/{name}.gguf"), name, int(gib * GIB), trained_context=32_768)
+
+
+def test_models_go_to_the_numa_nodes_with_most_memory_left_the_largest_first(
+    machine: Topology,
+) -> None:
+    models = [model("a", 3), model("b", 1), model("c", 8), model("d", 2)]
+    specs = plan_specs(models, topology=machine)
+    assert [spec.alias for spec in specs] == ["a", "b", "c", "d"]
+    assert [(spec.memory_node, spec.threads) for spec in specs] == [(1, 1), (1, 1), (0, 4), (1, 1)]
+    assert all(spec.no_mmap for spec in specs)
+    with pytest.raises(MemoryShortError, match=r"NUMA node 0 has 24\.0 GiB available"):
+        plan_specs([model("a", 15), model("b", 1)], topology=machine)
+
+
+# The plan for a machine.
+
+
+def test_without_a_model_the_demo_model_is_made(
+    tmp_path: Path, machine: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = plan_local_fleet(cache=tmp_path, topology=machine)
     assert plan.is_demo
     assert plan.model.path.parent == tmp_path / "models"
-    assert plan.log_folder == tmp_path / "logs"
     assert plan.binary is None
     assert [(spec.alias, spec.numa_node) for spec in plan.specs] == [("demo", 0), ("demo", 1)]
-
-
-def test_a_named_model_is_used_as_it_is(tmp_path: Path, machine: Topology) -> None:
-    path = tmp_path / "real.gguf"
-    path.symlink_to(demo_model())
-    plan = plan_local_fleet(path, servers=3, slots=4, cache=tmp_path, topology=machine)
-    assert not plan.is_demo
-    assert [(spec.model, spec.alias, spec.slots) for spec in plan.specs] == [(path, "real", 4)] * 3
-
-
-def test_a_model_that_does_not_fit_is_refused_unless_forced(tmp_path: Path) -> None:
     small = read_topology(make_machine(tmp_path / "small", [[[0]]], memory_gib=2))
     with pytest.raises(MemoryShortError, match="--force-memory"):
         plan_local_fleet(cache=tmp_path, topology=small)
     (spec,) = plan_local_fleet(cache=tmp_path, topology=small, force_memory=True).specs
     assert spec.prompt_cache_bytes == 0
-
-
-def test_a_missing_extra_is_reported_with_the_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(LocalFleetError, match=r"pip install .*xllamacpp"):
         plan_local_fleet(cache=tmp_path)
@@ -275,36 +194,30 @@ def test_routers_of_one_memory_are_planned_with_all_of_it(
     tmp_path: Path, folder: Path, router: Path
 ) -> None:
     machine = read_topology(make_machine(tmp_path / "one", [[[0], [1]]], memory_gib=16))
-    plan = plan_folder_fleet(
-        folder, tmp_path / "models.ini", servers=2, server_bin=router, topology=machine
-    )
-    left = machine.memory_available - MEMORY_RESERVE
-    assert [spec.memory for spec in plan.specs] == [left, left]  # they share it: one host
-    hosts = {inventory_entry(spec, "http://127.0.0.1:1")["host"] for spec in plan.specs}
-    assert hosts == {"localhost"}
-    full = replace(machine, memory_available=GIB)
+
+    def plan(available: int, **options: Any) -> list[int | None]:
+        on = replace(machine, memory_available=available)
+        preset = tmp_path / "models.ini"
+        planned = plan_folder_fleet(folder, preset, server_bin=router, topology=on, **options)
+        assert {inventory_entry(one, "http://h:1")["host"] for one in planned.specs} == {
+            "localhost"
+        }
+        return [spec.memory for spec in planned.specs]
+
+    assert plan(16 * GIB, servers=2) == [16 * GIB - MEMORY_RESERVE] * 2  # they share it: one host
     with pytest.raises(ModelFileError, match=r"a.gguf: needs 64 MiB .* of the 0 MiB that"):
-        plan_folder_fleet(folder, tmp_path / "models.ini", server_bin=router, topology=full)
-    forced = plan_folder_fleet(
-        folder, tmp_path / "x.ini", server_bin=router, topology=full, force_memory=True
-    )
-    assert [spec.memory for spec in forced.specs] == [GIB]
-
-
-def test_a_folder_without_a_model_is_refused_with_the_reasons(
-    tmp_path: Path, machine: Topology, folder: Path, router: Path
-) -> None:
-    for name in "ab":
-        (folder / f"{name}.gguf").unlink()
-    preset = tmp_path / "models.ini"
+        plan(GIB)
+    assert plan(GIB, force_memory=True) == [GIB]
+    (folder / "a.gguf").unlink()
+    (folder / "b.gguf").unlink()
     with pytest.raises(ModelFileError, match=r"no model here can be served\n  bad.gguf: not a"):
-        plan_folder_fleet(folder, preset, server_bin=router, topology=machine)
+        plan(GIB)
     (folder / "bad.gguf").unlink()
     with pytest.raises(ModelFileError, match="it has no GGUF file"):
-        plan_folder_fleet(folder, preset, server_bin=router, topology=machine)
-    for missing in (folder / "none", demo_model()):
-        with pytest.raises(ModelFileError, match="name a folder of GGUF files"):
-            plan_folder_fleet(missing, preset, server_bin=router, topology=machine)
+        plan(GIB)
+    folder.rmdir()
+    with pytest.raises(ModelFileError, match="name a folder of GGUF files"):
+        plan(GIB)
 
 
 def test_a_folder_needs_a_llama_server_with_router_mode(
@@ -322,20 +235,6 @@ def test_a_folder_needs_a_llama_server_with_router_mode(
     router.write_text("#!/bin/sh\necho --model --port --parallel --models-max\n")
     with pytest.raises(LocalFleetError, match=r"has no --models-preset, .*newer llama-server"):
         plan_folder_fleet(folder, preset)
-
-
-@pytest.mark.real
-async def test_the_plan_for_this_machine_can_be_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", server_path())
-    plan = plan_local_fleet(servers=2, cache=tmp_path)
-    fleet = LocalFleet(plan.specs, plan.log_folder, binary=plan.binary, base_port=0)
-    async with fleet, httpx.AsyncClient(timeout=60) as client:
-        for url in fleet.urls:
-            props = (await client.get(f"{url}/props")).json()
-            assert props["default_generation_settings"]["n_ctx"] == 4096
-            assert props["model_alias"] == "demo"
 
 
 # Folders of models.
@@ -361,18 +260,6 @@ def put_other(path: Path, architecture: str, kind: str | None = None) -> Path:
     return path
 
 
-def put_split(folder: Path, name: str) -> None:
-    """A model in two parts: metadata and half of the tensors in the first."""
-    whole = gguf.GGUFReader(demo_model())
-    half = len(whole.tensors) // 2
-    for number, tensors in enumerate((whole.tensors[:half], whole.tensors[half:]), start=1):
-        with gguf_writer(folder / f"{name}-{number:05}-of-00002.gguf") as writer:
-            if number == 1:
-                writer.add_context_length(2048)
-            for tensor in tensors:
-                writer.add_tensor(tensor.name, tensor.data)
-
-
 def reader(folder: Path, room: int = 20 * GIB, **options: Any) -> ModelFolder:
     """The folder, read once."""
     found = ModelFolder(
@@ -387,13 +274,9 @@ def test_models_are_named_by_their_files_in_the_folder_and_those_within(tmp_path
         put(tmp_path / name)
     for other in ("notes.txt", ".hidden.gguf", "inner/deeper/e.gguf", "f.gguf.part"):
         put(tmp_path / other)
-    put_split(tmp_path, "split")
     found = reader(tmp_path)
-    assert list(found.models) == ["a", "b 2.Q4_K_M", "c", "d", "split"]
+    assert list(found.models) == ["a", "b 2.Q4_K_M", "c", "d"]
     assert found.passed_over == {}
-    split = found.models["split"]
-    assert split.file.path == tmp_path / "split-00001-of-00002.gguf"
-    assert split.settings.context == 2048  # it was trained for less than the others get
     assert found.models["a"].settings.context == 4096
 
 
@@ -447,27 +330,20 @@ def test_a_projector_goes_to_the_one_model_beside_it(tmp_path: Path) -> None:
     assert seeing.memory - plain.memory == size
 
 
-def test_a_model_that_has_no_room_alone_is_told_unless_forced(tmp_path: Path) -> None:
+def test_a_model_without_room_is_told_and_prompts_get_only_what_models_leave(
+    tmp_path: Path,
+) -> None:
     put(tmp_path / "small.gguf")
     write(WIDE, tmp_path, hollow=True)
     found = reader(tmp_path, room=300 * MIB)
     assert list(found.models) == ["small"]
     assert "needs 0.6 GiB (weights" in found.passed_over["wide.gguf"]
-    assert "less --context" in found.passed_over["wide.gguf"]
     forced = reader(tmp_path, room=300 * MIB, force=True)
     assert forced.passed_over == {}
     assert forced.models["wide"].memory == 300 * MIB  # so that it is loaded alone
-
-
-def test_prompts_get_memory_but_never_so_much_that_a_model_has_no_room(tmp_path: Path) -> None:
-    put(tmp_path / "small.gguf")
-    write(WIDE, tmp_path, hollow=True)
-    roomy = reader(tmp_path, room=20 * GIB).models
-    caches = {name: one.settings.prompt_cache_bytes for name, one in roomy.items()}
-    assert caches == {"small": 20 * GIB // 16, "wide": 20 * GIB // 16}
-    tight = reader(tmp_path, room=800 * MIB).models["wide"]
-    assert tight.memory <= 800 * MIB
-    assert tight.settings.prompt_cache_bytes % MIB == 0
+    roomy = reader(tmp_path, room=20 * GIB).models.values()
+    assert {one.settings.prompt_cache_bytes for one in roomy} == {20 * GIB // 16}
+    assert reader(tmp_path, room=800 * MIB).models["wide"].memory <= 800 * MIB
 
 
 def test_the_preset_says_how_each_model_is_started(tmp_path: Path) -> None:
@@ -511,35 +387,3 @@ def test_what_comes_and_goes_changes_no_other_section(
     # A file that has not changed is not read again.
     monkeypatch.setattr(Path, "open", lambda *_: pytest.fail("it was read again"))
     assert found.refresh() is None
-
-
-def test_a_copy_that_keeps_size_and_time_is_read_again_when_it_is_whole(tmp_path: Path) -> None:
-    path, content = tmp_path / "a.gguf", demo_model().read_bytes()
-    path.write_bytes(bytes(len(content)))  # a program that makes room first
-    os.utime(path, (1, 1))
-    found = reader(tmp_path)
-    assert "not a GGUF model" in found.passed_over["a.gguf"]
-    path.write_bytes(content)
-    os.utime(path, (1, 1))
-    assert found.refresh() == {"added": ["a"], "removed": [], "not_served": []}
-
-
-def test_a_full_disk_leaves_the_preset_as_it_is_and_one_draft(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put(tmp_path / "a.gguf")
-    found, preset = reader(tmp_path), tmp_path / "models.ini"
-    first, replaced = preset.read_text(), Path.replace
-    put(tmp_path / "b.gguf")
-
-    def fail(*_: object) -> Path:
-        raise OSError(errno.ENOSPC, "no space left on device")
-
-    monkeypatch.setattr(Path, "replace", fail)
-    for _ in range(3):
-        with pytest.raises(OSError, match="no space"):
-            found.refresh()
-    assert preset.read_text() == first
-    assert len(list(tmp_path.iterdir())) == 4  # two models, the preset, the draft
-    monkeypatch.setattr(Path, "replace", replaced)
-    assert found.refresh() == {"added": ["b"], "removed": [], "not_served": []}

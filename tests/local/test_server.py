@@ -1,15 +1,26 @@
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 import socket
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import httpx
+import psutil
 import pytest
 
-from gateway.local import LocalFleetError
+import gateway
+from gateway.local import LocalFleetError, ServerStartError
 from gateway.local.embedded import argument_parser
 from gateway.local.server import (
+    LocalFleet,
     ServerBinary,
+    ServerEvent,
     ServerSpec,
     claim_free_port,
     claim_port,
@@ -18,12 +29,14 @@ from gateway.local.server import (
     last_lines,
     open_log,
     parse_flags,
+    restart_backoff,
     server_command,
-    server_environment,
     truncate_log,
 )
 from tests.each_case import each_case
 from tests.known import known
+from tests.processes import gone
+from tests.servers import demo_model, server_binary
 
 SPEC = ServerSpec(
     name="local-0",
@@ -70,14 +83,11 @@ def test_a_server_is_launched_on_its_node_with_its_batches_and_dies_with_its_par
     launch, _ = split(server_command(PINNED, 8081, parent=1, binary=binary))
     assert launch[launch.index("--cpus") + 1] == "4,5"
     assert launch[launch.index("--memory-node") + 1] == "1"
+    b, ub = ("-b", "-ub") if binary else ("--batch", "--ubatch")
     given = replace(SPEC, batch=1024, micro_batch=128)
-    flags = "-b 1024 -ub 128" if binary else "--batch 1024 --ubatch 128"
-    assert flags in " ".join(server_command(given, 8081, parent=1, binary=binary))
-
-
-def test_prefills_have_small_batches_but_embeddings_one() -> None:
-    for spec, sizes in ((SPEC, "-b 512 -ub 256"), (PINNED, "-b 4096 -ub 4096")):
-        assert sizes in " ".join(server_command(spec, 8081, parent=1, binary=help_with()))
+    for spec, sizes in ((SPEC, (512, 256)), (PINNED, (4096, 4096)), (given, (1024, 128))):
+        flags = f"{b} {sizes[0]} {ub} {sizes[1]}"
+        assert flags in " ".join(server_command(spec, 8081, parent=1, binary=binary))
 
 
 def test_the_embedded_server_understands_its_command_line() -> None:
@@ -111,14 +121,6 @@ def test_a_router_gets_its_preset_and_no_flag_that_the_preset_sets() -> None:
     )
 
 
-def test_of_two_names_of_a_flag_the_newer_is_used() -> None:
-    both = help_with("--no-ui", "--no-webui", "--load-mode", "--no-mmap")
-    _, command = split(server_command(PINNED, 8081, parent=1, binary=both))
-    assert command[command.index("--load-mode") + 1] == "none"
-    assert "--no-ui" in command
-    assert not {"--no-mmap", "--no-webui"} & set(command)
-
-
 @each_case(
     ("has", "no_mmap", "given"),
     [
@@ -126,6 +128,7 @@ def test_of_two_names_of_a_flag_the_newer_is_used() -> None:
         (("--load-mode", "--mlock", "--no-mmap"), False, "--load-mode mmap+mlock"),
         (("--mlock", "--no-mmap"), True, "--mlock --no-mmap"),
         (("--mlock", "--no-mmap"), False, "--mlock"),
+        (("--no-ui", "--no-webui", "--mlock"), False, "--no-ui --mlock"),  # the newer name
     ],
 )
 def test_a_model_is_locked_by_the_flags_of_the_binary(
@@ -137,12 +140,6 @@ def test_a_model_is_locked_by_the_flags_of_the_binary(
     assert " ".join(server).endswith(f" {given}")
 
 
-def test_flags_are_read_from_a_help_text() -> None:
-    assert parse_flags(HELP) == {
-        *("-h", "--help", "--usage", "-m", "--model", "--port", "-np", "--parallel")
-    }
-
-
 def test_a_binary_on_path_is_found_with_its_flags_and_its_version(tmp_path: Path) -> None:
     version = "[ $1 = --version ] && echo 'version: 0.7.0 (build 11669, commit x)' >&2 && exit"
     program = script(tmp_path / "llama-server", f"{version}\n/bin/cat <<'E'\n{HELP}E")
@@ -152,26 +149,13 @@ def test_a_binary_on_path_is_found_with_its_flags_and_its_version(tmp_path: Path
     assert found.version == "0.7.0 (build 11669, commit x)"
     script(program, f"/bin/cat <<'E'\n{HELP}E")
     assert known(find_binary(None, str(tmp_path))).version is None
+    for text, told in (("exit 3", "exit status 3"), ("echo text", "is not a llama-server's")):
+        with pytest.raises(LocalFleetError, match=told):
+            find_binary(script(program, text))
     program.unlink()
     assert find_binary(None, str(tmp_path)) is None
-
-
-def test_one_named_must_exist_and_be_a_llama_server(tmp_path: Path) -> None:
     with pytest.raises(LocalFleetError, match="no such program"):
-        find_binary(tmp_path / "none")
-    with pytest.raises(LocalFleetError, match="exit status 3"):
-        find_binary(script(tmp_path / "other", "exit 3"))
-    (tmp_path / "text").write_text("not a program")
-    (tmp_path / "text").chmod(0o755)
-    with pytest.raises(LocalFleetError, match="must be a llama-server"):
-        find_binary(tmp_path / "text")
-
-
-def test_a_server_finds_this_package_from_any_folder() -> None:
-    environment = server_environment({"PYTHONPATH": "/other", "A": "b"})
-    root, other = environment["PYTHONPATH"].split(":")
-    assert (Path(root) / "gateway/local/launch.py").is_file()
-    assert (other, environment["A"]) == ("/other", "b")
+        find_binary(program)
 
 
 # Ports.
@@ -204,22 +188,7 @@ def test_the_first_port_from_the_base_that_is_not_claimed_is_else_any() -> None:
         assert claimed_port(claim) > 0
 
 
-def test_a_host_of_another_machine_is_refused() -> None:
-    with pytest.raises(OSError, match="assign"):
-        claim_free_port("192.0.2.1")
-
-
 # Logs.
-
-
-def test_the_log_of_the_previous_run_stays(tmp_path: Path) -> None:
-    path = tmp_path / "logs" / "local-0.log"
-    for run in range(3):
-        with open_log(path) as log:
-            log.write(f"run {run}\n".encode())
-    assert last_lines(path) == ["run 2"]
-    assert last_lines(path.with_name("local-0.log.1")) == ["run 1"]
-    assert len(list(path.parent.iterdir())) == 2
 
 
 def test_a_log_that_grows_past_its_limit_is_cut_under_its_writer(tmp_path: Path) -> None:
@@ -232,12 +201,127 @@ def test_a_log_that_grows_past_its_limit_is_cut_under_its_writer(tmp_path: Path)
         log.write(b"c\n")
     assert path.read_bytes() == b"c\n"
     assert path.with_name("x.log.1").read_bytes().endswith(b"b\n")
-
-
-def test_the_last_lines_of_any_log_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "x.log"
-    path.write_bytes(b"\n".join(str(n).encode() for n in range(100)) + b"\nbad \xff\n")
-    assert last_lines(path, 2) == ["99", "bad \ufffd"]
+    # That of the previous run stays, too.
+    open_log(path).close()
+    assert last_lines(path.with_name("x.log.1")) == ["c"]
     assert last_lines(tmp_path / "none.log") == []
-    path.write_bytes(b"x" * 1_000_000)
-    assert len(last_lines(path)[0]) < 100_000
+
+
+# Fleets of them.
+
+
+ROOT = Path(gateway.__file__).parent.parent
+
+
+def specs(count: int, model: Path | None = None) -> list[ServerSpec]:
+    given = {"model": model or demo_model(), "alias": "demo", "threads": 1, "numa_node": 0}
+    plan: dict[str, Any] = {"slots": 2, "context": 2048, **given}
+    return [ServerSpec(name=f"local-{index}", **plan) for index in range(count)]
+
+
+def local_fleet(plan: list[ServerSpec], folder: Path, **options: Any) -> LocalFleet:
+    """A fleet on free ports, of the llama.cpp servers that this run is about."""
+    return LocalFleet(plan, folder, **{"binary": server_binary(), "base_port": 0, **options})
+
+
+async def until(condition: Callable[[], bool], limit: float = 60.0) -> None:
+    async with asyncio.timeout(limit):
+        while not condition():  # noqa: ASYNC110 - a process tells no event
+            await asyncio.sleep(0.02)
+
+
+def test_the_backoff_doubles_up_to_a_limit_and_is_reset_by_uptime() -> None:
+    pauses: list[float] = []
+    for _ in range(9):
+        pauses.append(restart_backoff(pauses[-1] if pauses else None, uptime=1.0))
+    assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+    assert restart_backoff(30.0, uptime=59.9) == 30.0
+    assert restart_backoff(30.0, uptime=60.0) == 0.5
+
+
+@pytest.mark.smoke
+@pytest.mark.real
+async def test_servers_answer_are_described_as_nodes_and_end_with_the_fleet(tmp_path: Path) -> None:
+    events: list[ServerEvent] = []
+    fleet = local_fleet(specs(2), tmp_path, on_event=events.append)
+    async with fleet, httpx.AsyncClient(timeout=60) as client:
+        for url in fleet.urls:
+            props = (await client.get(f"{url}/props")).json()
+            assert (props["total_slots"], props["model_alias"]) == (2, "demo")
+            assert (await client.get(f"{url}/metrics")).status_code == 200
+            evil = {"Origin": "http://evil.example"}
+            slots = await client.get(f"{url}/slots", headers=evil)  # no web page may read it
+            told = slots.headers.get("access-control-allow-origin", "")
+            assert (slots.status_code, told in {"*", *evil.values()}) == (200, False)
+        labels = {"numa": "0", "started_by": "llama-gateway up"}
+        assert fleet.inventory() == [
+            {"name": f"local-{number}", "url": url, "host": "localhost", "labels": labels}
+            for number, url in enumerate(fleet.urls)
+        ]
+        pids, logs = fleet.pids, [server.log for server in fleet.servers]
+        assert not any(gone(pid) for pid in pids)
+        # They log from threads of their own.
+        await until(lambda: all(log.stat().st_size > 0 for log in logs))
+    assert all(gone(pid) for pid in pids)
+    assert {event.kind for event in events} >= {"started", "ready"}
+    assert sum(event.kind == "ready" for event in events) == 2
+    assert all(log.parent == tmp_path for log in logs)
+
+
+@pytest.mark.real
+async def test_a_server_that_is_late_or_waits_for_its_restart_or_ignores_sigterm_is_ended(
+    tmp_path: Path,
+) -> None:
+    late = local_fleet(specs(1), tmp_path, start_timeout=0.001)
+    with pytest.raises(ServerStartError, match="not ready after"):
+        await late.__aenter__()
+    assert late.pids == (None,)
+    events: list[ServerEvent] = []
+    async with local_fleet(specs(1), tmp_path, on_event=events.append) as fleet:
+        os.kill(known(fleet.pids[0]), signal.SIGKILL)
+        await until(lambda: any(event.kind == "exited" for event in events))
+    assert fleet.pids == (None,)
+    assert sum(event.kind == "started" for event in events) == 1
+    # The binary is the embedded server behind llama-server's flags, and deaf.
+    binary = find_binary(deaf_binary(tmp_path / "llama-server"))
+    async with local_fleet(specs(1), tmp_path, binary=binary, stop_timeout=0.2) as fleet:
+        (pid,) = fleet.pids
+        assert psutil.Process(pid).cmdline()[1] == str(tmp_path / "llama-server")
+        assert os.getsid(pid or 0) == pid, "Ctrl-C must not reach it"
+    assert gone(pid)
+
+
+def deaf_binary(path: Path) -> Path:
+    path.write_text(
+        f"""#!{sys.executable}
+import argparse, signal, sys
+sys.path.insert(0, {str(ROOT)!r})
+from gateway.local import embedded
+parser = argparse.ArgumentParser()
+for names in (("-m", "--model"), ("--alias",), ("--host",), ("--port",), ("-np", "--parallel"),
+              ("-c", "--ctx-size"), ("-t", "--threads"), ("-tb",), ("-b",), ("-ub",)):
+    parser.add_argument(*names)
+given = parser.parse_args()
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+embedded.main(["--model", given.model, "--alias", given.alias, "--port", given.port,
+               "--slots", given.parallel, "--ctx", given.ctx_size])
+"""
+    )
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.real
+async def test_a_server_that_cannot_start_is_reported_with_its_log_and_ends_the_others(
+    tmp_path: Path,
+) -> None:
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(b"no model")
+    fleet = local_fleet([*specs(1), *specs(2, bad)[1:]], tmp_path / "logs")
+    with pytest.raises(ServerStartError) as caught:
+        await fleet.__aenter__()
+    message = str(caught.value)
+    assert message.startswith("local-1: the llama.cpp server ended (exit status 1)")
+    assert str(fleet.servers[1].log) in message
+    assert str(bad) in message.partition("the end of its log")[2]
+    assert fleet.pids == (None, None)

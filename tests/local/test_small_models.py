@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from gateway.local import ModelFileError
 from gateway.local.gguf import read_model
 from gateway.local.memory import GIB, server_needs
 from gateway.local.plan import DEFAULT_CONTEXT, DEFAULT_SLOTS, plan_servers, server_settings
@@ -19,57 +18,21 @@ from tests.local.small_models import MODELS, Published, types, weights, write_ho
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 
 
-def named(model: Published) -> str:
-    return model.name
-
-
-@pytest.mark.parametrize("model", MODELS, ids=named)
-def test_the_fixture_has_the_tensors_that_the_published_file_has(model: Published) -> None:
-    assert types(model) == Counter(model.types)
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_the_page_fetches_checks_and_tells_what_up_reads(model: Published, tmp_path: Path) -> None:
+    assert types(model) == Counter(model.types), "as the published file"
     assert round(weights(model) / 2**20, 2) == pytest.approx(model.weights_mib, abs=0.006)
-    head = model.size - weights(model)
-    assert 5_000_000 < head < 7_000_000  # 151,936 tokens and 151,387 merges
-
-
-@pytest.mark.parametrize("model", MODELS, ids=named)
-def test_up_reads_the_figures_of_the_page(model: Published, tmp_path: Path) -> None:
-    read = read_model(write_hollow(model, tmp_path))
-    assert (read.name, read.size, read.trained_context) == (
-        model.file.removesuffix(".gguf"),
-        model.size,
-        32_768,
-    )
-    machine = read_topology(make_machine(tmp_path / "machine", [[[0], [1]]]))
-    (server,) = plan_servers(machine, read)
-    assert (server.alias, server.slots, server.context) == (
-        read.name,
-        DEFAULT_SLOTS,
-        DEFAULT_CONTEXT,
-    )
-    row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{read.name}`"))
-    cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells[1:4] == [
-        "Apache 2.0",
-        f"{model.size:,}",
-        f"{server_needs(read, server_settings(server))[0] / GIB:.1f} GiB",
-    ]
-    assert f"{DEFAULT_SLOTS} slots of {DEFAULT_CONTEXT:,} tokens" in PAGE
-
-
-@pytest.mark.parametrize("model", MODELS, ids=named)
-def test_the_page_fetches_and_checks_the_file(model: Published) -> None:
     command = rf"^\$ curl -fL .*-o {re.escape(model.file)} \\\n +{re.escape(model.url)}$"
     assert re.search(command, PAGE, re.MULTILINE)
     assert f'"{model.sha256}  {model.file}" | sha256sum -c' in PAGE
     assert f"--model {model.file}" in PAGE
-
-
-def test_half_a_download_is_refused_as_the_page_says(tmp_path: Path) -> None:
-    model = MODELS[0]
-    path = write_hollow(model, tmp_path)
-    with path.open("r+b") as file:
-        file.truncate(model.size // 2)
-    quoted = re.search(r"cut short: [\d,]+ of at least [\d,]+ bytes are there", PAGE)
-    assert quoted
-    with pytest.raises(ModelFileError, match=quoted[0]):
-        read_model(path)
+    read = read_model(write_hollow(model, tmp_path))
+    assert (f"{read.name}.gguf", read.size) == (model.file, model.size)
+    machine = read_topology(make_machine(tmp_path / "machine", [[[0], [1]]]))
+    (server,) = plan_servers(machine, read)
+    assert (server.slots, server.context) == (DEFAULT_SLOTS, DEFAULT_CONTEXT)
+    row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{read.name}`"))
+    needs = server_needs(read, server_settings(server))[0] / GIB
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[1:4] == ["Apache 2.0", f"{model.size:,}", f"{needs:.1f} GiB"]
+    assert f"{DEFAULT_SLOTS} slots of {DEFAULT_CONTEXT:,} tokens" in PAGE

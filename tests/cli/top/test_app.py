@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import shutil
 import sys
 import time
@@ -15,14 +13,12 @@ from pathlib import Path
 import httpx
 import pytest
 from textual.app import App
-from textual.containers import VerticalScroll
 from textual.pilot import Pilot
 from textual.widget import Widget
-from textual.widgets import DataTable, Static
+from textual.widgets import Static
 
 from gateway.cli.client import AdminClient
 from gateway.cli.top.app import Confirm, Explanation, Top
-from tests.cli.running import run_process
 from tests.emulator import EmulatedNode
 from tests.gateway_processes import Succession, serving
 from tests.gateways import NO_TLS
@@ -129,36 +125,6 @@ async def test_a_request_is_explained_by_a_key_and_its_words_stay_text(tmp_path:
         chat.cancel()
 
 
-async def test_a_filter_and_an_order_are_kept_over_updates(tmp_path: Path) -> None:
-    async with (
-        EmulatedNode(model="demo") as node,
-        serving(tmp_path, node) as gateway,
-        screen(gateway) as (app, pilot),
-    ):
-        table = app.query_one("#nodes-table", DataTable)
-        await until(pilot, lambda: app.picture.nodes)
-        await pilot.press("slash", *"nobody")
-        await until(pilot, lambda: not table.row_count)
-        heard = app.picture.at
-        await until(pilot, lambda: app.picture.at > heard)
-        assert not table.row_count
-        await pilot.press("escape")
-        await until(pilot, lambda: table.row_count == 1)
-        await pilot.press("s")
-        assert "sorted by SLOTS" in shown(app, "#note")
-
-
-async def test_a_gateway_that_goes_away_is_told_and_the_old_state_is_marked(tmp_path: Path) -> None:
-    async with EmulatedNode(model="demo") as node, contextlib.AsyncExitStack() as stack:
-        gateway = await stack.enter_async_context(serving(tmp_path, node))
-        async with screen(gateway) as (app, pilot):
-            await until(pilot, lambda: app.picture.nodes)
-            await stack.aclose()
-            await until(pilot, lambda: "what is shown is old" in shown(app, "#note"))
-            await until(pilot, lambda: "is it running?" in shown(app, "#note"))
-            assert "one" in app.picture.nodes
-
-
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed here")
 async def test_the_screen_fits_into_eighty_columns_of_a_terminal(tmp_path: Path) -> None:
     async with EmulatedNode(model="demo") as node, serving(tmp_path, node) as gateway:
@@ -191,84 +157,3 @@ async def test_the_screen_fits_into_eighty_columns_of_a_terminal(tmp_path: Path)
             await eventually(ended, LIMIT)
         finally:
             await tmux("kill-server")
-
-
-# Where there is little room, over a gateway with many problems.
-
-
-DEAD_NODES = 24
-DEAD = [
-    {"name": f"node-{number}", "url": f"http://127.0.0.1:9/{number}", "host": f"host-{number}"}
-    for number in range(DEAD_NODES)
-]
-
-
-@asynccontextmanager
-async def crowded_screen(
-    folder: Path, columns: int, lines: int
-) -> AsyncIterator[tuple[Top, Pilot[None]]]:
-    """The screen over nodes none of which is there."""
-    async with serving(folder, DEAD) as gateway, screen(gateway, columns, lines) as (app, pilot):
-        await until(pilot, lambda: len(app.picture.problems) > DEAD_NODES / 2)
-        yield app, pilot
-
-
-async def test_problems_leave_room_for_the_nodes_on_a_low_screen(tmp_path: Path) -> None:
-    async with crowded_screen(tmp_path, 40, 10) as (app, pilot):
-        table = app.query_one("#nodes-table", DataTable)
-        # Its head and some rows.
-        await until(pilot, lambda: table.region.height >= 4)
-        assert table.region.bottom <= 10
-        # The problems have a place of their own as soon as some are known, and are drawn later.
-        await until(pilot, lambda: "critical" in drawn(app.query_one("#problems-above")))
-        for columns, lines, least in ((80, 24, 8), (200, 50, 30), (40, 10, 4)):
-            await pilot.resize_terminal(columns, lines)
-            await until(pilot, lambda: app.size == (columns, lines))  # noqa: B023 - awaited here
-            await until(pilot, lambda: table.region.height >= least)  # noqa: B023
-            assert table.region.bottom <= lines
-        # Nothing is drained whose name was not seen.
-        await pilot.press("d")
-        await until(pilot, lambda: isinstance(app.screen, Confirm))
-        await pilot.pause()
-        question = app.screen.query_one(Static)
-        assert question.region.right <= 40
-        assert question.region.bottom <= 10
-        words = " ".join(drawn(question).split())
-        assert "may end." in words
-        assert "y: yes n: no" in words
-        await pilot.press("n")
-
-
-async def test_all_problems_can_be_read_by_scrolling(tmp_path: Path) -> None:
-    async with crowded_screen(tmp_path, 80, 24) as (app, pilot):
-        await pilot.press("4")
-        scroll = app.query_one("#problems-scroll", VerticalScroll)
-        await until(pilot, lambda: scroll.has_focus)
-        # They are not shown a second time above.
-        await until(pilot, lambda: not app.query_one("#problems-above").display)
-        await until(pilot, lambda: scroll.max_scroll_y > 10)
-        await pilot.press("end")
-        await until(pilot, lambda: scroll.scroll_y == scroll.max_scroll_y)
-        heard = app.picture.at
-        await until(pilot, lambda: app.picture.at > heard)
-        assert scroll.scroll_y == scroll.max_scroll_y
-        await pilot.press("1")
-        await until(pilot, lambda: app.query_one("#problems-above").display)
-
-
-# In a pipe.
-
-
-@pytest.mark.smoke
-@pytest.mark.slow
-async def test_in_a_pipe_the_state_is_printed_once(tmp_path: Path) -> None:
-    async with EmulatedNode(model="demo") as node, serving(tmp_path, node) as gateway:
-        where = ("--admin-url", gateway.admin_url)
-        text = await asyncio.to_thread(run_process, ["top", *where])
-        assert (text.status, text.err) == (0, "")
-        assert "1 of 1 nodes work" in text.out
-        assert "ready" in text.out.split("NODE")[1]
-        as_json = await asyncio.to_thread(run_process, ["top", "--json", *where])
-        value = json.loads(as_json.out)
-        assert [node["name"] for node in value["nodes"]] == ["one"]
-        assert value["requests"] == []

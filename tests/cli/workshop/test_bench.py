@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import pty
-import signal
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from gateway.cli.progress import LINE_SECONDS, BenchProgress
-from gateway.workshop.bench.exchange import RequestResult
-from tests.cli.local_server import serving
-from tests.cli.running import output, read_until, refusal, run, run_on_terminal
+from tests.cli.local_server import answering
+from tests.cli.running import output, refusal, run
+from tests.each_case import each_case
 from tests.emulator.process import emulator_process
-from tests.workshop.bench.reports import sample_report
+from tests.processes import free_port
 
 SMALL = ("--prompt", "64", "--max-tokens", "8", "--warm-up", "1")
 
@@ -42,24 +32,20 @@ def url() -> Iterator[str]:
         yield node.url
 
 
-def test_a_table_for_people_and_what_limits(url: str) -> None:
-    ran = run("bench", url, "--concurrency", "1,2", "--requests", "4", *SMALL)
+def test_a_table_for_people_and_json_for_scripts(url: str) -> None:
+    loads = ("--concurrency", "1,2", "--requests", "4", *SMALL)
+    ran = run("bench", url, *loads)
     assert ran.status == 0
     lines = ran.out.splitlines()
     assert lines[0].split()[:5] == ["LOAD", "REQUESTS", "FAILED", "TTFT", "P50"]
     assert lines[1].startswith("1 at a time  4         0")
-    assert "2 at a time: " in ran.out
     assert "The load generator itself: lag at most" in ran.out
     assert "2 at a time: 4 requests in" in ran.err
-
-
-def test_json_has_everything_and_is_all_of_stdout(url: str) -> None:
-    out = output("bench", f"{url}/v1/", "--concurrency", "1,4", "--requests", "8", *SMALL, "--json")
-    report = json.loads(out)
-    assert [one["label"] for one in report["loads"]] == ["1 at a time", "4 at a time"]
+    report = json.loads(output("bench", f"{url}/v1/", *loads, "--json"))
+    assert [one["label"] for one in report["loads"]] == ["1 at a time", "2 at a time"]
     assert (report["server"]["model"], report["server"]["slots"]) == ("demo", 4)
     for load in report["loads"]:
-        assert (load["succeeded"], load["completion_tokens"]) == (8, 8)
+        assert (load["succeeded"], load["completion_tokens"]) == (4, 8)
         assert load["prompt_tokens"] == pytest.approx(64, rel=0.15)
 
 
@@ -82,146 +68,34 @@ def test_files_are_written_and_two_reports_compared(url: str, tmp_path: Path) ->
     assert len(value["differences"]) == 7
 
 
-def test_an_open_loop_by_rate_and_by_trace(url: str, tmp_path: Path) -> None:
-    goals = ("--goal-ttft", "5", "--goal-completion", "10")
-    out = output("bench", url, "--rate", "20", "--duration", "1", *goals, *SMALL, "--json")
-    (load,) = json.loads(out)["loads"]
-    assert load["load"]["loop"] == "poisson"
-    assert load["goodput"]["share"] == 1.0
-    trace = tmp_path / "trace.jsonl"
-    lines = [{"time": n, "prompt_tokens": 40, "output_tokens": 5} for n in range(5)]
-    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    ran = run("bench", url, "--trace", str(trace), "--speed-up", "10", *SMALL, "--json")
-    (load,) = json.loads(ran.out)["loads"]
-    assert (load["requests"], load["completion_tokens"]) == (5, 5)
-    assert load["label"] == "trace x10"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
+@each_case(
+    ("words", "message"),
     [
-        ((), "name the server's URL"),
-        (("ftp://x",), "must be like http"),
-        (("http://user:secret@x",), "must be like http"),
-        (("http://x:99999",), "must be like http"),
-        (("http://x y",), "must be like http"),
-        (("http://x", "--concurrency", "0"), "--concurrency '0': write whole numbers"),
-        (("http://x", "--concurrency", "four"), "write whole numbers"),
-        (("http://x", "--rate", "-1"), "--rate '-1': write requests per second"),
-        (("http://x", "--rate", "1", "--concurrency", "1"), "choose one of them"),
-        (("http://x", "--speed-up", "2"), "--speed-up is for --trace"),
-        (("http://x", "--trace", "none.jsonl"), "can't be read"),
-        (("http://x", "--prefix-share", "2"), "--prefix-share"),
-        (("http://x", "--requests", "0"), "--requests"),
-        (("http://x", "--endpoint", "images"), "--endpoint"),
-        (("http://x", "--body", "[]"), "--body []: must be a JSON object"),
-        (("http://x", "--key-file", "none"), "can't be read"),
-        (("http://x", "--html", "no/such/folder/a.html"), "there is no folder"),
-        (("http://x", "--plot", "a.bmp"), "must end in"),
-        (("--compare", "none.json", "none.json"), "can't be read"),
-        (("http://x", "--compare", "a.json", "b.json"), "leave URL and load out"),
+        ("", "name the server's URL"),
+        ("http://user:secret@x", "must be like http"),
+        ("http://x --concurrency 0", "--concurrency '0': write whole numbers"),
+        ("http://x --rate 1 --concurrency 1", "choose one of them"),
+        ("http://x --speed-up 2", "--speed-up is for --trace"),
+        ("http://x --trace none.jsonl", "can't be read"),
+        ("http://x --body []", "--body []: must be a JSON object"),
+        ("http://x --html no/such/folder/a.html", "there is no folder"),
+        ("http://x --plot a.bmp", "must end in"),
+        ("http://x --compare a.json b.json", "leave URL and load out"),
     ],
 )
-def test_impossible_options_are_wrong_usage(arguments: tuple[str, ...], message: str) -> None:
-    assert message in refusal("bench", *arguments)
+def test_impossible_options_are_wrong_usage(words: str, message: str) -> None:
+    assert message in refusal("bench", *words.split())
 
 
-def test_a_trace_with_an_enormous_prompt_is_refused(tmp_path: Path) -> None:
+def test_what_can_not_be_measured_is_told(url: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"prompt_tokens": 9000000, "output_tokens": 5}\n')
-    told = refusal("bench", "http://127.0.0.1:1", "--trace", str(trace))
-    assert "a request has 9,000,000 tokens" in told
-
-
-def test_requests_that_do_not_fit_are_wrong_usage(url: str) -> None:
+    assert "a request has 9,000,000 tokens" in refusal("bench", url, "--trace", str(trace))
     told = refusal("bench", url, "--prompt", "9000")
     assert "do not fit into a slot of 4096 tokens. Remedy: a shorter --prompt" in told
-
-
-def test_a_server_that_is_not_there_is_a_clear_error() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-        ran = run("bench", f"http://127.0.0.1:{port}", *SMALL)
-    assert ran.status == 1
-    assert f"http://127.0.0.1:{port}: can't be reached" in ran.err
-    assert "Traceback" not in ran.err
-
-
-class _Garbage(BaseHTTPRequestHandler):
-    """Answers everything with bytes that are no JSON."""
-
-    def do_GET(self) -> None:
-        body = b"\xff\xfe<html>\x1b[31m" * 100
-        self.send_response(200)
-        self.send_header("content-type", "text/event-stream")
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(b"data: " + body[6:])
-
-    do_POST = do_GET  # noqa: N815
-
-    def log_message(self, *args: Any) -> None:
-        pass
-
-
-def test_a_server_of_garbage_is_counted_and_the_command_fails() -> None:
-    with serving(_Garbage) as address:
+    away = f"http://127.0.0.1:{free_port()}"
+    assert f"{away}: can't be reached" in refusal("bench", away, *SMALL, status=1)
+    garbage = b"data: <html>\x1b[31m\xff" * 100
+    with answering(lambda *_: (200, {"content-type": "text/event-stream"}, garbage)) as address:
         ran = run("bench", address, "--concurrency", "2", "--requests", "4", *SMALL)
-    assert ran.status == 1
-    assert "4 failed with" in ran.out
-    assert "\x1b" not in ran.out
-    assert "Traceback" not in ran.err
-
-
-@pytest.mark.slow
-def test_a_bar_shows_the_progress_on_a_terminal(url: str) -> None:
-    status, shown = run_on_terminal("bench", url, "--concurrency", "2", "--requests", "40", *SMALL)
-    assert status == 0
-    assert "2 at a time" in shown
-    assert "tokens/s" in shown
-
-
-@pytest.mark.slow
-def test_ctrl_c_reports_what_was_measured() -> None:
-    with emulator_process("--slots", "2", "--decode-tps", "20") as slow:
-        ours, theirs = pty.openpty()
-        command = ("bench", slow.url, "--concurrency", "1", "--requests", "1000", *SMALL)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "gateway", *command],
-            env={**os.environ, "TERM": "xterm-256color"},
-            stderr=theirs, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        os.close(theirs)
-        # By the bar the third request has ended.
-        shown = read_until(ours, b"3/1000")
-        process.send_signal(signal.SIGINT)
-        began = time.monotonic()
-        out, _ = process.communicate(timeout=60)
-        os.close(ours)
-    assert b"3/1000" in shown
-    assert time.monotonic() - began < 20
-    assert process.returncode == 130
-    assert out.splitlines()[1].startswith("1 at a time  3")
-    assert "interrupted" in out
-
-
-def test_a_long_load_has_a_line_now_and_then_and_one_at_its_end(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    now = [0.0]
-    (first, _) = sample_report().loads
-    with BenchProgress(clock=lambda: now[0]) as progress:
-        progress.phase("warming up")
-        progress.request_done(RequestResult(0, 0.0, events=10))
-        progress.load_started(first.load)
-        for _ in range(10):
-            now[0] += LINE_SECONDS * 0.6
-            progress.request_done(RequestResult(1, 0.0, events=90))
-        progress.request_done(RequestResult(1, 0.0, error="reset"))
-        progress.load_done(first)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "warming up"
-    assert lines[1:3] == ["1 at a time", "1 at a time, 15.0 tokens/s: 2/5 done"]
-    assert 1 + 1 + 3 <= len(lines) <= 1 + 1 + 6
-    assert lines[-1].startswith("1 at a time: 5 requests in 5.0 s, 0 failed, TTFT 120 ms")
+    assert (ran.status, "4 failed with" in ran.out, "\x1b" in ran.out) == (1, True, False)

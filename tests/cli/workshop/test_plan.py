@@ -12,9 +12,8 @@ import pytest
 from gateway.workshop.plan.catalogue import packaged_catalogue
 from tests.callers.metered_gateway import recorded
 from tests.cli.running import Ran, output, refusal, run
+from tests.each_case import each_case
 from tests.emulator import EmulatedNode
-from tests.emulator.routed_model import ModelFile
-from tests.emulator.router import EmulatedRouter
 from tests.gateways import Running, running_gateway
 
 OWN = ("--prompt", "100", "--completion", "100", "--tokens-per-second", "10")
@@ -26,7 +25,7 @@ def planned(*arguments: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("requests", "instances"), [(100, 1), (1_000, 3), (10_000, 28)])
+@pytest.mark.parametrize(("requests", "instances"), [(100, 1), (10_000, 28)])
 def test_the_published_sum_comes_out_beside_the_answer(requests: int, instances: int) -> None:
     found = planned("--requests-per-hour", str(requests), *OWN)
     assert found["arithmetic"]["instances"] == instances
@@ -34,8 +33,6 @@ def test_the_published_sum_comes_out_beside_the_answer(requests: int, instances:
     assert found["nodes"] >= instances
     assert found["answer"]["utilisation"] <= 0.8
     assert found["answer"]["source"] == "simulator"
-    assert found["answer"]["simulated"]["wait"]["error_95"] >= 0
-    assert found["answer"]["price"]["per_hour"] is None
 
 
 def test_the_table_shows_the_answer_first_and_the_arithmetic_last() -> None:
@@ -47,7 +44,6 @@ def test_the_table_shows_the_answer_first_and_the_arithmetic_last() -> None:
     lines = ran.out.splitlines()
     assert lines[0] == "2 x node: 120.00 a month"
     assert lines[2].split()[:3] == ["FLEET", "USE", "WAIT"]
-    assert "balanced" in ran.out
     assert ran.out.index("how it comes about") < ran.out.index("  estimate    Erlang C")
     assert "through the real scheduler" in ran.out
     assert "x 730 = 120.00 a month; all machines run, used or not" in ran.out
@@ -68,52 +64,12 @@ def test_without_a_node_the_catalogue_is_asked() -> None:
     assert found["currency"] == packaged_catalogue().currency
 
 
-def test_a_break_even_is_drawn(tmp_path: Path) -> None:
-    plot = tmp_path / "even.png"
-    out = output(
-        *("plan", "--requests-per-hour", "300", "--prompt", "200", "--completion", "100"),
-        *("--type", "cpu-16", "--type", "t4", *QUICK, "--plot", str(plot)),
-    )
-    assert "GPU nodes are cheaper than CPU nodes" in out
-    assert plot.read_bytes().startswith(b"\x89PNG")
-
-
 def test_a_backlog_is_planned_by_its_hours() -> None:
     found = planned("--backlog", "5000", "--within", "4", *OWN, "--slots", "2")
     assert found["traffic"]["backlog_hours"] == 4
     assert found["answer"]["simulated"]["seconds"] <= 4 * 3600
     assert found["answer"]["utilisation"] <= 1
     assert found["break_even"] is None
-
-
-def test_models_on_demand_take_more_nodes_where_they_do_not_fit_at_once() -> None:
-    traffic = ("--requests-per-hour", "250", *OWN, "--slots", "2", "--completion-p95", "32")
-    models = ("--models", "6x2GiB:12GiB")
-    small, large = (planned(*traffic, *models, "--memory", size) for size in ("13GiB", "64GiB"))
-    assert small["nodes"] > large["nodes"] == 1
-    assert small["answer"]["simulated"]["loads"] > large["answer"]["simulated"]["loads"] >= 6
-    assert len(small["traffic"]["models"]) == 6
-    assert "6 of 35.2 GiB in all" in small["arithmetic"]["lines"]["models"]
-
-
-def test_a_trace_of_several_models_is_planned_with_its_own_shares(tmp_path: Path) -> None:
-    trace = tmp_path / "day.jsonl"
-    lines = [
-        {"time": n * 30.0, "prompt_tokens": 90, "output_tokens": 60, "model": f"m{n % 3 // 2}"}
-        for n in range(150)
-    ]
-    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    models = tmp_path / "models.yaml"
-    models.write_text("- {name: m0, memory: 4GiB}\n- {name: m1, memory: 8GiB}\n")
-    found = planned(
-        *("--trace", str(trace), "--models", str(models), "--tokens-per-second", "10"),
-        *("--memory", "13GiB"),
-    )
-    assert found["traffic"]["requests_per_hour"] == pytest.approx(120)
-    assert [one["share"] for one in found["traffic"]["models"]] == [100, 50]
-    assert found["answer"]["simulated"]["loads"] == 2
-    ran = run("plan", "--trace", str(trace), "--models", "1x1GiB:1GiB")
-    assert "not in --models: m0, m1" in ran.err
 
 
 def test_an_impossible_goal_names_the_figure_and_by_how_much() -> None:
@@ -125,74 +81,31 @@ def test_an_impossible_goal_names_the_figure_and_by_how_much() -> None:
     assert "s above the goal of 5 s: both would have to be" in told
 
 
-def test_a_price_that_contradicts_itself_is_noticed() -> None:
-    ran = run(
-        *("plan", "--requests-per-hour", "100", *OWN, *QUICK),
-        *("--price-per-hour", "0.20", "--claimed-per-million", "0.50"),
-    )
-    assert ran.status == 0
-    assert "10 tokens/s at 0.20 an hour are 5.56 a million tokens, not 0.50" in ran.err
-    assert "assumed that a node reads 100 prompt tokens/s" in ran.err
+RATE = f"--requests-per-hour 5 {' '.join(OWN)} "
+CATALOGUE = "--requests-per-hour 5 --prompt 100 --completion 100 "
 
 
-RATE = ("--requests-per-hour", "5")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
+@each_case(
+    ("words", "problem"),
     [
-        ((), "how much is there to do?"),
-        (("--requests-per-hour", "0", *OWN), "requests per hour must be above 0"),
-        (("--requests-per-hour", "nan", *OWN), "requests per hour must be above 0"),
-        (("--requests-per-hour", "1e30", *OWN), "at most 1e+09"),
-        ((*RATE, "--prompt", "9"), "--completion TOKENS is missing"),
-        ((*RATE, "--backlog", "5", *OWN), "how much is there to do?"),
-        ((*RATE, *OWN, "--price-per-hour", "-1"), "--price-per-hour: must be greater than"),
-        (
-            (*RATE, *OWN, "--price-per-hour", "1", "--price-per-month", "1"),
-            "can't stand beside price_per_hour",
-        ),
-        ((*RATE, *OWN, "--prompt", "-1"), "of a prompt must be from 0"),
-        ((*RATE, *OWN, "--prompt", "1e9"), "of a prompt must be from 0"),
-        ((*RATE, *OWN, "--completion", "0"), "completion must be from 1"),
-        ((*RATE, *OWN, "--completion", "inf"), "completion must be from 1"),
-        (("--backlog", "5", *OWN, "--within", "0"), "the hours of a backlog must be above 0"),
-        ((*RATE, *OWN, "--peak", "nan"), "the peak must be from 1"),
-        ((*RATE, *OWN, "--repeat", "1"), "the share that repeats"),
-        ((*RATE, *OWN, "--peak", "0.5"), "the peak must be from 1"),
-        ((*RATE, *OWN, "--ttft-p95", "inf"), "the goal of TTFT must be"),
-        ((*RATE, *OWN, "--idle-watts", "9"), "must not be above watts (0)"),
-        (
-            (*RATE, *OWN[:4], "--price-per-hour", "1"),
-            "--price-per-hour is of your node: give --tokens-per-second",
-        ),
-        ((*RATE, *OWN[:4], "--type", "cpu-9"), "has no type 'cpu-9'"),
-        ((*RATE, *OWN[:4], "--model-gib", "90000"), "has the memory"),
-        (("--trace", "/nowhere/day.jsonl"), "can't be read"),
-        ((*RATE, *OWN, "--time-limit", "nan"), "--time-limit nan: must be a"),
-        ((*RATE, *OWN, "--models", "2x1GiB:2GiB"), "node-1 has no memory for models"),
-        (
-            (*RATE, *OWN, "--models", "1x9GiB:9GiB", "--memory", "8GiB"),
-            "--models: model-1 takes 9.0 GiB, the largest router has 8.0 GiB",
-        ),
-        ((*RATE, *OWN, "--models", "many"), "write COUNTxSMALLEST"),
-        ((*RATE, *OWN[:4], "--models", "1x9TiB:9TiB"), "has the memory"),
-        (("--fleet", "--models", "2x1GiB:2GiB"), "--models has no meaning with --fleet"),
-        (("--fleet", "--backlog", "500", *OWN), "--backlog has no meaning with --fleet"),
-        (("--fleet", "--peak", "0"), "--peak 0: must be a number from 1 to 1,000"),
-        (("--fleet", "--peak", "nan"), "--peak nan: must be a number from 1 to 1,000"),
-        ((*RATE, *OWN, "--plot", "even.gif"), "must end in .png"),
+        ("", "how much is there to do?"),
+        (f"--requests-per-hour nan {' '.join(OWN)}", "requests per hour must be above 0"),
+        ("--requests-per-hour 5 --prompt 9", "--completion TOKENS is missing"),
+        (RATE + "--price-per-hour 1 --price-per-month 1", "can't stand beside price_per_hour"),
+        (RATE + "--prompt 1e9", "of a prompt must be from 0"),
+        (RATE + "--peak 0.5", "the peak must be from 1"),
+        (RATE + "--ttft-p95 inf", "the goal of TTFT must be"),
+        (RATE + "--time-limit nan", "--time-limit nan: must be a"),
+        (RATE + "--models 2x1GiB:2GiB", "node-1 has no memory for models"),
+        (RATE + "--models 1x9GiB:9GiB --memory 8GiB", "the largest router has 8.0 GiB"),
+        (RATE + "--plot even.gif", "must end in .png"),
+        (CATALOGUE + "--type cpu-9", "has no type 'cpu-9'"),
+        ("--trace /nowhere/day.jsonl", "can't be read"),
+        ("--fleet --models 2x1GiB:2GiB", "--models has no meaning with --fleet"),
     ],
 )
-def test_wrong_figures_are_refused(arguments: tuple[str, ...], problem: str) -> None:
-    assert problem in refusal("plan", *arguments)
-
-
-def test_time_for_simulations_is_limited() -> None:
-    ran = run("plan", "--requests-per-hour", "500", *OWN, "--time-limit", "0.000001")
-    assert ran.status == 0
-    assert "not simulated to the end" in ran.err
-    assert "estimate" in ran.out
+def test_wrong_figures_are_refused(words: str, problem: str) -> None:
+    assert problem in refusal("plan", *words.split())
 
 
 CHAT = {"messages": [{"role": "user", "content": "tell me of " + "nodes " * 60}]}
@@ -200,13 +113,13 @@ CHAT = {"messages": [{"role": "user", "content": "tell me of " + "nodes " * 60}]
 
 @asynccontextmanager
 async def with_ledger(
-    folder: Path, server: EmulatedNode, settings: Mapping[str, Any] | None = None, **node: object
+    folder: Path, server: EmulatedNode, settings: Mapping[str, Any], **node: object
 ) -> AsyncIterator[Running]:
     """A gateway over this node, whose requests are recorded."""
-    store = {"store": {"url": f"sqlite:///{folder}/gateway.db"}}
+    given = {"store": {"url": f"sqlite:///{folder}/gateway.db"}, **settings}
     async with server:
         nodes = [{"name": "epyc", "url": server.url, **node}]
-        async with running_gateway(folder, nodes, {**store, **(settings or {})}) as running:
+        async with running_gateway(folder, nodes, given) as running:
             yield running
 
 
@@ -217,7 +130,7 @@ async def through(admin_url: str, *arguments: str) -> Ran:
 
 async def test_the_running_fleet_is_planned_by_its_speeds_and_its_ledger(tmp_path: Path) -> None:
     node = EmulatedNode(slots=2, prefill_tps=2000, decode_tps=100, answer_tokens=20)
-    async with with_ledger(tmp_path, node, cost_per_hour=0.2) as running:
+    async with with_ledger(tmp_path, node, {}, cost_per_hour=0.2) as running:
         before = await through(running.admin_url)
         assert before.status == 1
         assert "no node's speed is measured yet" in before.err
@@ -236,61 +149,3 @@ async def test_the_running_fleet_is_planned_by_its_speeds_and_its_ledger(tmp_pat
         assert found["traffic"]["completion_tokens"] == pytest.approx(20)
         assert found["advice"]["verdict"] == "enough"
         assert "from the ledger: 3 requests, 3 of them in its busiest hour" in ran.err
-
-
-async def test_a_fleet_that_had_no_free_slot_is_called_saturated_by_its_own_ledger(
-    tmp_path: Path,
-) -> None:
-    node = EmulatedNode(slots=2, prefill_tps=2000, decode_tps=200, answer_tokens=40)
-    async with with_ledger(tmp_path, node) as running:
-        asked = [running.client.post("/v1/chat/completions", json=CHAT) for _ in range(24)]
-        assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
-        await recorded(running, 24)
-        ran = await through(running.admin_url, "--since", "1h")
-        assert ran.status == 0, ran.err
-        found = json.loads(ran.out)
-        assert found["advice"]["verdict"] == "saturated"
-        assert found["advice"]["add"]["like"] == "epyc"
-        assert found["busiest_hour"]["requests"] == 24
-        # The simulator waits as the clients did.
-        wait = found["busiest_hour"]["wait_p95"]
-        assert found["changes"][0]["simulated"]["wait"]["p95"] == pytest.approx(wait, rel=0.5)
-        text = await asyncio.to_thread(run, "plan", "--fleet", "--admin-url", running.admin_url)
-        assert found["advice"]["sentence"].split(" in ")[0] in text.out.splitlines()[-1]
-
-
-async def test_routers_of_the_running_fleet_are_planned_and_simulated_with_their_models(
-    tmp_path: Path,
-) -> None:
-    files = {name: ModelFile(memory=size << 30) for name, size in (("a", 2), ("b", 3), ("c", 4))}
-    options: dict[str, Any] = {"models_max": 0, "slots": 2, "prefill_tps": 2000, "decode_tps": 100}
-    router = EmulatedRouter(files, answer_tokens=20, **options)
-    models = {"models": {name: {"memory": file.memory} for name, file in files.items()}}
-    async with with_ledger(tmp_path, router, models, memory="6GiB") as running:
-        for model in "aab":
-            body = {"model": model, "messages": [{"role": "user", "content": "nodes " * 60}]}
-            answer = await running.client.post("/v1/chat/completions", json=body)
-            assert answer.status_code == 200, answer.text
-        await recorded(running, 3)
-        ran = await through(running.admin_url, "--completion-p95", "60")
-        assert ran.status == 0, ran.err
-        found = json.loads(ran.out)
-        (kind,) = found["nodes"]
-        assert (kind["like"], kind["count"], kind["slots"], kind["memory_gib"]) == ("epyc", 1, 2, 6)
-        assert kind["models"] == ["a", "b", "c"]
-        shares = {one["name"]: one["share"] for one in found["traffic"]["models"]}
-        assert shares == {"a": 2, "b": 1, "c": 0}
-        assert found["changes"][0]["simulated"]["loads"] == 2
-        # Not the verdict: how long loads held up the real requests is a matter of the machine.
-        assert found["changes"][0]["missed"] == []
-        for command in ("nodes", "models"):
-            told = await asyncio.to_thread(run, command, "--json", "--admin-url", running.admin_url)
-            (tmp_path / f"{command}.json").write_text(told.out)
-    out = output(
-        *("simulate", "--nodes", str(tmp_path / "nodes.yaml"), "--json", "--placements", "2"),
-        *("--speeds", str(tmp_path / "nodes.json"), "--models", str(tmp_path / "models.json")),
-        *("--generate", "rate=1,requests=60,system=100,answer=20"),
-    )
-    found = json.loads(out)
-    assert [one["memory"] >> 30 for one in found["models"]] == [2, 3, 4]
-    assert found["placements"][0]["loads"] >= 3

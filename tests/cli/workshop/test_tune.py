@@ -6,19 +6,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 import yaml
 
-from gateway.cli.progress import TuningProgress
 from gateway.local.embedded import DEFAULT_BATCH, DEFAULT_MICRO_BATCH
 from tests.cli.running import run
 from tests.processes import wait_until_gone
 from tests.servers import demo_model, server_path
-from tests.workshop.tune.fake_machine import EACH, Bench
 
 LIMIT = 200.0  # seconds for a command that measures
 MODEL = ("--model", str(demo_model()))
@@ -50,19 +47,6 @@ def tuned(environment: dict[str, str], *arguments: str) -> subprocess.CompletedP
 
 def lines_of(file: Path) -> int:
     return len(file.read_text().splitlines()) if file.exists() else 0
-
-
-@pytest.fixture
-def busy() -> Iterator[None]:
-    """Load every CPU."""
-    code = "import time\nend = time.monotonic() + 600\nwhile time.monotonic() < end: pass"
-    workers = [subprocess.Popen([sys.executable, "-c", code]) for _ in os.sched_getaffinity(0)]
-    try:
-        yield
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
 
 
 @pytest.mark.real
@@ -130,15 +114,6 @@ def test_a_signal_keeps_the_measurements_and_ends_the_servers_and_the_same_comma
         assert bool(before) == (f"uses {before} earlier measurements" in err)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("busy")
-def test_other_work_is_refused_and_named() -> None:
-    ran = run("tune", "--model", str(demo_model()))
-    assert ran.status == 1
-    for said in ("other work loads this machine", "/proc/stat over 3 s", "--force", "python"):
-        assert said in ran.err
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -155,32 +130,3 @@ def test_wrong_usage_is_2(arguments: tuple[str, ...], message: str) -> None:
     ran = run("tune", *arguments)
     assert ran.status == (1 if "missing.gguf" in arguments else 2)
     assert message in ran.err
-
-
-async def test_each_measurement_is_a_line_with_its_figures_and_the_time_left(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bench = Bench(tmp_path)
-    bench.fails = lambda setting: setting.batch > 512
-    bench.other_work = 1.5
-    session = bench.session()
-    with TuningProgress(session, 60.0) as progress:
-        await session.run(
-            bench.measure,
-            seconds=3600.0,
-            record=bench.records.append,
-            on_begin=progress.measurement_started,
-            on_end=progress.measurement_done,
-            clock=lambda: bench.time,
-        )
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
-    estimates = [line for line in lines if "A measurement takes about" in line]
-    assert len(estimates) == 1, "once, when the first is done"
-    assert f"about {EACH:.0f} s" in estimates[0]
-    assert "the time is enough" in estimates[0]
-    numbered = [line for line in lines if line.lstrip()[0].isdigit()]
-    assert len(numbered) == len(session.measurements)
-    assert "59.5 min left" in numbered[0]
-    assert "other work took 1.5 CPUs" in numbered[0]
-    failed = [line for line in numbered if "does not run: not enough memory" in line]
-    assert len(failed) == len(session.errors())

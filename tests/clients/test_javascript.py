@@ -1,4 +1,4 @@
-"""The official `openai` client for JavaScript, unmodified, over real servers."""
+"""The official `openai` client for JavaScript and the AI SDK, unmodified, over real servers."""
 
 from __future__ import annotations
 
@@ -30,12 +30,6 @@ async def done(script: Path, site: Site, work: str) -> Any:
     return await npm.run_script(script, f"{site.url}/v1", work)
 
 
-async def test_models(script: Path, site: Site) -> None:
-    models = await done(script, site, "models")
-    assert {"demo", "demo-embed", "gpt-4o-mini"} <= set(models["ids"])
-    assert models["one"] == "org/demo"
-
-
 @pytest.mark.smoke
 async def test_chat_and_streaming(script: Path, site: Site, chat_node: httpx.AsyncClient) -> None:
     body = {"messages": HELLO, "max_tokens": 24, **FIXED}
@@ -55,27 +49,6 @@ async def test_a_response_is_accumulated_from_its_events(script: Path, site: Sit
     assert item["type"] == "function_call"
     assert item["arguments"] == call["deltas"]
     assert item["parsed_arguments"] in ({"city": "paris"}, {"city": "rome"})
-
-
-async def test_embeddings(script: Path, site: Site, embed_node: httpx.AsyncClient) -> None:
-    body = {"input": ["hello there", "stone"]}
-    direct = (await embed_node.post("/v1/embeddings", json=body)).json()
-    expected = [item["embedding"] for item in direct["data"]]
-    found = await done(script, site, "embeddings")
-    assert len(found) == 2
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-9)
-
-
-async def test_errors(script: Path, site: Site) -> None:
-    errors = await done(script, site, "errors")
-    found = {what: (error["kind"], error["code"]) for what, error in errors.items()}
-    assert found == {
-        "model": ("NotFoundError", "model_not_found"),
-        "class": ("BadRequestError", "invalid_request"),
-        "endpoint": ("InternalServerError", "not_supported"),
-    }
-    assert [record.status for record in site.records] == [404, 400, 501]  # each was sent once
 
 
 async def test_an_abort_frees_the_slot(script: Path, tmp_path: Path, narrow_url: str) -> None:
@@ -104,3 +77,48 @@ async def test_a_node_that_dies_in_mid_stream_is_an_error(script: Path, tmp_path
                 error = await npm.script_result(process)
             assert error["kind"] == "APIError"
             assert error["code"] == "node_failed"
+
+
+# The AI SDK with its default, `/v1/responses`.
+
+
+CITIES = ({"city": "paris"}, {"city": "rome"})
+
+
+@pytest.fixture(scope="module")
+def sdk(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sdk in a folder where the SDK can be imported."""
+    return npm.install_script(pytestconfig, tmp_path_factory.mktemp("npm"), "ai_sdk.mjs")
+
+
+async def sdk_done(sdk: Path, site: Site, work: str) -> Any:
+    return await npm.run_script(sdk, f"{site.url}/v1", work)
+
+
+@pytest.mark.smoke
+async def test_text_is_streamed(sdk: Path, site: Site, chat_node: httpx.AsyncClient) -> None:
+    body = {"input": "hello there", "max_output_tokens": 24, "temperature": 0}
+    direct = (await chat_node.post("/v1/responses", json=body)).json()
+    text = direct["output"][0]["content"][0]["text"]
+    streamed = await sdk_done(sdk, site, "text")
+    parts = streamed.pop("parts")
+    assert parts.count("text-delta") > 20
+    assert [parts.count(kind) for kind in ("text-start", "text-end", "finish")] == [1, 1, 1]
+    # The text was cut off, which today's server does not say.
+    assert streamed == {"text": text, "reason": "length", "outputTokens": 24}
+    assert await sdk_done(sdk, site, "plain") == streamed
+
+
+async def test_a_tool_is_called_and_its_result_is_answered(sdk: Path, site: Site) -> None:
+    called = await sdk_done(sdk, site, "tool")
+    [call], [result] = called["calls"], called["results"]
+    assert call["toolName"] == "weather"
+    assert call["input"] in CITIES
+    assert result == call["input"] | {"sunny": True}
+    assert called["reasons"][0] == "tool-calls"
+    assert called["parts"].count("tool-input-delta") > 5
+    assert called["text"]
+
+
+async def test_an_object_obeys_its_schema(sdk: Path, site: Site) -> None:
+    assert await sdk_done(sdk, site, "object") in CITIES

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 from gguf import GGMLQuantizationType as Type
+from typer.testing import CliRunner
 
-from gateway.local.memory import MEMORY_RESERVE
+from gateway.cli import app
+from gateway.cli.terminal import CommandFailed
 from tests.cli.running import output, refusal, run
 from tests.each_case import each_case
 from tests.local.gguf_files import gguf_writer
+from tests.local.machine import make_machine, two_sockets_with_smt
 from tests.local.small_models import LARGER, write_hollow
 from tests.workshop.fit.random_models import Recipe, write
 
@@ -46,22 +49,6 @@ def refused(*arguments: str) -> str:
     return ran.err
 
 
-def test_memory_speed_and_quantisations_are_told(model: str) -> None:
-    out = fit(model, *GIVEN, "--channels", "2", "--mt-per-s", "3200")
-    for part in (
-        "some-model: llama, 0.13 billion weights in 8 layers, trained on 32,768 tokens",
-        "64 MiB: 2 slots of 4,096 tokens in f16",
-        "fits",
-        "of 4.0 GiB",
-        "tokens/s by 8 cores",
-        "38.4 GB/s, three quarters of the peak of 2 channels at 3200 MT/s",
-    ):
-        assert part in " ".join(out.split()), part
-    rows = [line.split() for line in out[out.index("quantisation") :].splitlines()[1:]]
-    assert next(row[0] for row in rows if row) == "Q2_K"
-    assert all(len(row) == 9 for row in rows if row)
-
-
 def test_a_script_gets_json(model: str) -> None:
     found = fit_json(model, *GIVEN)
     server = found["server"]
@@ -75,56 +62,28 @@ def test_a_script_gets_json(model: str) -> None:
     assert found["speed"] is None
 
 
-def test_a_model_that_does_not_fit_says_by_how_much(model: str) -> None:
+def test_the_page_shows_what_is_written_and_what_is_missing_is_told(
+    model: str, tmp_path: Path
+) -> None:
+    path = write_hollow(LARGER, tmp_path)
+    out = fit(str(path), *PAGE_OPTIONS)
+    page = PAGE.read_text()
+    assert f"llama-gateway fit {path.name} {' '.join(PAGE_OPTIONS)}" in page
+    assert not [line for line in out.splitlines() if line.rstrip() not in page]
     out = fit(model, "--memory", "2GiB")
     assert "does not fit  the machine: 1 server needs" in out
     assert "stay free, 2.0 GiB must" in out
-    assert fit_json(model, "--memory", "2GiB")["largest_context"] == 0
     assert "are missing" in fit(model, "--memory", "64MiB")
-
-
-def test_each_numa_node_has_a_server_and_a_share(model: str) -> None:
-    found = fit_json(model, "--memory", "8GiB", "--numa-nodes", "2", "--cores", "16")
-    servers = {place["name"]: place["servers"] for place in found["places"]}
-    assert servers == {"the machine": 2, "NUMA node 0": 1, "NUMA node 1": 1}
-    assert found["places"][1]["available"] == 4 * GIB
-    assert found["settings"]["mapped"] is False
-    assert found["server"]["mapped_twice"] == 0
-    assert found["needed"] == 2 * found["server"]["needed"]
-
-
-def test_settings_change_what_is_needed(model: str) -> None:
-    usual = fit_json(model, *GIVEN)["server"]
-    small = fit_json(model, *GIVEN, "--kv-type", "q8_0,q4_0")["server"]
-    assert small["kv_cache"] * 1024 == usual["kv_cache"] * (272 + 144)
-    more = fit_json(model, *GIVEN, "--slots", "4", "--context", "8192", "--cache-ram", "1GiB")
-    assert more["server"]["kv_cache"] == 4 * usual["kv_cache"]
-    assert more["server"]["prompt_cache"] == GIB
-    longest = run("fit", model, *GIVEN, "--context", "100000", "--json")
-    assert json.loads(longest.out)["settings"]["context"] == 32_768
-    assert "trained on 32,768 tokens" in longest.err
-
-
-def test_this_machine_is_the_default(model: str) -> None:
-    found = fit_json(model, "--measure")
-    assert found["places"][0]["name"] == "this machine"
-    assert found["reserve"] == MEMORY_RESERVE
-    assert found["speed"]["bandwidth_source"] == "measured on this machine"
-    assert found["speed"]["decode"] > 0
-    assert all(choice["decode"] > 0 for choice in found["quantizations"])
 
 
 @each_case(
     ("arguments", "message"),
     [
         (("--memory", "much"), "--memory much: no size. Remedy: such as 32GiB"),
-        (("--memory", "9999999999TiB"), "no size"),
         (("--kv-type", "q9"), "--kv-type q9: there is no such type; known: f32"),
-        (("--kv-type", "f16,f16,f16"), "one type, or two"),
         (("--channels", "2"), "--channels and --mt-per-s: only both"),
         (("--measure", "--channels", "2", "--mt-per-s", "1600"), "only one of them"),
         (("--instructions", "mmx"), "--instructions mmx: there is no such set; known: amx"),
-        (("--slots", "0"), "--slots"),
     ],
 )
 def test_wrong_usage_is_refused(model: str, arguments: tuple[str, ...], message: str) -> None:
@@ -140,22 +99,41 @@ def test_a_truncated_model_is_refused_with_the_byte(model: str, tmp_path: Path) 
     os.truncate(short, 0)
     assert "does not begin with GGUF" in refused(str(short))
     assert "no such file" in refused(str(tmp_path / "gone.gguf"))
-
-
-def test_an_unknown_architecture_gets_the_rule_of_thumb(tmp_path: Path) -> None:
-    path = tmp_path / "m.gguf"
-    with gguf_writer(path, "rwkv7") as writer:
+    with gguf_writer(short, "rwkv7") as writer:
         writer.add_block_count(1)
-    message = refused(str(path))
+    message = refused(str(short))
     assert "its architecture is 'rwkv7', whose memory is not known here" in message
     assert "(1.5 x file)" in message
-    assert "Remedy:" in message
 
 
-def test_the_page_shows_what_is_written(tmp_path: Path) -> None:
-    path = write_hollow(LARGER, tmp_path)
-    out = fit(str(path), *PAGE_OPTIONS)
-    page = PAGE.read_text()
-    assert f"llama-gateway fit {path.name} {' '.join(PAGE_OPTIONS)}" in page
-    missing = [line for line in out.splitlines() if line.rstrip() not in page]
-    assert not missing
+# The topology of a machine.
+
+
+def topology(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["topology", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_two_sockets_are_shown_with_the_command_for_each(tmp_path: Path) -> None:
+    root = str(make_machine(tmp_path, two_sockets_with_smt()))
+    shown = topology("--root", root)
+    assert "8 in 2 sockets and 2 NUMA nodes, 2 threads each" in shown
+    assert "numactl --physcpubind=0-3,8-11 --membind=0 llama-server --threads 4 --no-mmap" in shown
+    found = json.loads(topology("--json", "--root", root))
+    assert (found["sockets"], found["cores"], found["cpus"]) == (2, 8, 16)
+    assert [node["cores"][0] for node in found["numa_nodes"]] == [[0, 8], [4, 12]]
+    assert found["servers"][1] == {
+        "numa": 1,
+        "threads": 4,
+        "cpus": "4-7,12-15",
+        "pin": True,
+        "bind_memory": True,
+        "no_mmap": True,
+    }
+
+
+def test_a_folder_without_proc_and_sys_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(CommandFailed, match="--root") as refused:
+        topology("--root", str(tmp_path))
+    assert refused.value.status == 2
