@@ -20,7 +20,6 @@ from gateway.api.json_values import (
     MOST_PARSED_BYTES,
     MOST_PARTS,
     SHORT_BODY_BYTES,
-    STEP_PARTS,
     run_at_once,
 )
 from gateway.api.ollama import (
@@ -200,14 +199,6 @@ def test_probabilities() -> None:
     assert line["logprobs"] == [short | {"top_logprobs": others}]
 
 
-@pytest.mark.parametrize("likeliest", [5, [5], {"token": "a"}])
-def test_odd_probabilities_are_refused(likeliest: Any) -> None:
-    token = {"token": "a", "logprob": -1.0, "top_logprobs": likeliest}
-    events = chunk(content="a", logprobs={"content": [token]})
-    with pytest.raises(InvalidResponse):
-        chatting(logprobs=True, top_logprobs=2).rewrite_events(events)
-
-
 def test_timings_of_a_part_are_not_taken_for_the_whole() -> None:
     rewriter = chatting()  # the clock says 0
     rewriter.rewrite_events(chunk(content="a"))  # 1
@@ -216,9 +207,11 @@ def test_timings_of_a_part_are_not_taken_for_the_whole() -> None:
     assert (final["eval_count"], final["eval_duration"]) == (50, 1_000_000_000)
 
 
-def test_comments_are_nothing_and_errors_are_lines() -> None:
+def test_comments_and_heartbeats_are_no_lines_and_errors_are() -> None:
     rewriter = chatting()
     assert rewriter.rewrite_events(b":\n") == b""
+    assert OLLAMA_CHAT.heartbeat.isspace()
+    assert b"\n" not in OLLAMA_CHAT.heartbeat
     error = event({"error": {"code": 500, "message": "It broke."}})
     assert lines(rewriter.rewrite_events(error)) == [{"error": "It broke."}]
 
@@ -277,11 +270,6 @@ def test_an_error_is_a_text_with_the_clients_names_of_fields() -> None:
     assert not OLLAMA_CHAT.is_own_error(b'{"error":{"message":"x"}}')
 
 
-def test_a_heartbeat_is_no_line() -> None:
-    assert OLLAMA_CHAT.heartbeat.isspace()
-    assert b"\n" not in OLLAMA_CHAT.heartbeat
-
-
 def page(path: str, **body: Any) -> Any:
     """A page about two models."""
 
@@ -305,21 +293,14 @@ UNKNOWN = ModelSummary("u", 10**9, {"embeddings"}, is_up=False, on_gpu=False)
 def test_pages_about_models() -> None:
     known, unknown = page("/api/tags")["models"]
     assert (known["name"], known["size"], known["modified_at"]) == ("m", 4_000, CREATED)
-    assert (known["details"]["parameter_size"], unknown["details"]["parameter_size"]) == (
-        "7.2B",
-        "",
-    )
+    assert [one["details"]["parameter_size"] for one in (known, unknown)] == ["7.2B", ""]
     assert known["details"]["quantization_level"] == "Q4_K - Medium"
     assert known["capabilities"] == ["completion", "tools", "insert"]
-    assert len(known["digest"]) == len(unknown["digest"]) == 64
     assert known["digest"] != unknown["digest"]
     [loaded] = page("/api/ps")["models"]
     assert (loaded["size_vram"], loaded["context_length"]) == (4_000, 4096)
-    shown = page("/api/show", name="u")
-    assert shown["capabilities"] == ["embedding"]
-    assert shown["model_info"] == {"general.architecture": "llama"}
-    info = page("/api/show", model="m")["model_info"]
-    assert info["llama.context_length"] == 4096
+    assert page("/api/show", name="u")["capabilities"] == ["embedding"]
+    assert page("/api/show", model="m")["model_info"]["llama.context_length"] == 4096
     assert page("/api/show", model="m:latest") == page("/api/show", model="m")
     for name in ("nobody", "nobody:latest"):
         with pytest.raises(GatewayError, match="'nobody'"):
@@ -392,11 +373,8 @@ def test_options_become_sampling_parameters() -> None:
         assert {name: body[name] for name in expected} == expected
         assert not {"num_ctx", "num_gpu", "use_mmap", "nobody_knows", "options"} & set(body)
     assert generate(options={"num_predict": 7}, suffix="x")[0]["n_predict"] == 7
-
-
-@pytest.mark.parametrize("count", [-1, -2, 0])
-def test_no_limit_of_tokens_is_none(count: int) -> None:
-    assert "max_tokens" not in chat(options={"num_predict": count})[0]
+    for unlimited in (-1, -2, 0):
+        assert "max_tokens" not in chat(options={"num_predict": unlimited})[0]
 
 
 def test_formats() -> None:
@@ -457,23 +435,14 @@ def test_tool_calls_get_ids_and_arguments_as_text() -> None:
     assert found[4]["content"] == ""
 
 
-def test_a_prompt_becomes_a_chat() -> None:
+def test_a_prompt_becomes_a_chat_a_completion_or_an_infill() -> None:
     body, found = generate(system="be brief")
-    assert body["messages"] == [
-        {"role": "system", "content": "be brief"},
-        {"role": "user", "content": "hello"},
-    ]
+    assert body["messages"] == [{"role": "system", "content": "be brief"}, *HELLO]
     assert found.path == "/v1/chat/completions"
     assert generate(system="")[0]["messages"] == HELLO
-
-
-def test_a_raw_prompt_becomes_a_completion() -> None:
     body, found = generate(raw=True, stream=False)
     assert body == {"model": "m", "prompt": "hello", "stream": False}
     assert found.path == "/v1/completions"
-
-
-def test_a_suffix_becomes_an_infill() -> None:
     body, found = generate(suffix="end")
     assert body == {"model": "m", "input_prefix": "hello", "input_suffix": "end", "stream": True}
     assert found.path == "/infill"
@@ -486,13 +455,7 @@ def test_embeddings_of_one_or_more_texts() -> None:
     assert embed("prompt", prompt="a")[0] == {"model": "m", "input": "a"}
 
 
-@each_case(
-    ("keep_alive", "load"),
-    [
-        (None, "load"), ("5m", "load"), (-1, "load"), (0, "unload"), ("0", "unload"),
-        ("0s", "unload"),
-    ],
-)  # fmt: skip
+@each_case(("keep_alive", "load"), [(None, "load"), (-1, "load"), (0, "unload"), ("0s", "unload")])
 def test_an_empty_request_loads_or_unloads(keep_alive: Any, load: str) -> None:
     assert chat(messages=[], keep_alive=keep_alive)[1].load == load
     assert chat(messages=None, keep_alive=keep_alive)[1].load == load
@@ -523,47 +486,29 @@ def test_the_tag_of_a_name_without_one_is_left_out() -> None:
 
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (chat, {"messages": 5}, "'messages': Expected `array | null`, got `int`."),
-    (chat, {"messages": ["x"]}, "'messages[0]': Expected `object`, got `str`."),
     (chat, {"messages": [*HELLO, {"role": 3}]}, "'messages[1].role': Expected `str`, got `int`."),
     (chat, {"messages": [{"role": "user", "content": ["x"]}]}, "'messages[0].content' must be a"),
+    (chat, {"messages": [{"images": ["http://a/b.png"]}]}, "'messages[0].images[0]'"),
+    (chat, {"messages": [{"images": [5]}]}, "'messages[0].images[0]' must be base64"),
     (
         chat,
-        {"messages": [{"role": "user", "images": ["http://a/b.png"]}]},
-        "'messages[0].images[0]'",
-    ),
-    (
-        chat,
-        {"messages": [{"role": "user", "images": [5]}]},
-        "'messages[0].images[0]' must be base64",
-    ),
-    (
-        chat,
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": 5}]}]},
-        "'messages[0].tool_calls[0].function': Expected `object`, got `int`.",
+        {"messages": [{"tool_calls": [{"function": 5}]}]},
+        "'messages[0].tool_calls[0].function",
     ),
     (chat, {"tools": {}}, "'tools' must be a list."),
-    (chat, {"options": []}, "'options': Expected `object`, got `array`."),
     (chat, {"options": {"temperature": "hot"}}, "'options.temperature': Expected `float | null`"),
-    (chat, {"options": {"num_predict": True}}, "'options.num_predict': Expected"),
     (chat, {"options": {"stop": [1]}}, "'options.stop[0]': Expected `str`, got `int`."),
-    (chat, {"format": "yaml"}, "'format' must be \"json\" or an object, a JSON schema."),
     (chat, {"format": 5}, "'format' must be"),
     (chat, {"think": "much"}, "'think' must be true, false,"),
     (chat, {"think": 1}, "'think' must be true, false,"),
-    (chat, {"stream": "no"}, "'stream': Expected `bool | null`, got `str`."),
     (chat, {"model": 5}, "'model': Expected `str | null`, got `int`."),
     (chat, {"logprobs": True, "top_logprobs": 21}, "'top_logprobs' must be from 0 to 20."),
     (chat, {"_debug_render_only": True}, "'_debug_render_only' is not supported."),
     (generate, {"template": "{{ .Prompt }}"}, "'template' is not supported. The model's own is"),
-    (
-        generate,
-        {"context": [1, 2]},
-        "'context' is not supported. Send the conversation to /api/chat.",
-    ),
+    (generate, {"context": [1, 2]}, "'context' is not supported. Send the conversation to /api"),
     (generate, {"raw": True, "system": "x"}, "'raw' and 'system' exclude each other."),
     (generate, {"raw": True, "images": [PNG]}, "'images' is not supported. They need a chat's"),
     (generate, {"prompt": ["a", "b"]}, "'prompt' must be a string."),
-    (generate, {"images": ["-"]}, "'images[0]' must be base64."),
     (embed, {"input": [1, 2]}, "'input' must be a string or a list of strings."),
     (embed, {"input": "x", "dimensions": -1}, "'dimensions' is negative."),
 ]
@@ -577,18 +522,6 @@ def test_a_wrong_field_is_named_as_the_client_named_it(
         ask(**body)
     assert raised.value.status == 400
     assert raised.value.message.startswith(message)
-
-
-@each_case("body", [b"", b"{", b'{"model": "a', b"[]", b"\xff"])
-def test_what_is_no_request_is_refused(body: bytes) -> None:
-    for work in (
-        translate_chat(body, no_model),
-        translate_generate(body, no_model),
-        translate_embed(body, no_model, "input"),
-    ):
-        with pytest.raises(GatewayError) as raised:
-            run_at_once(work)
-        assert raised.value.status == 400
 
 
 NO_UTF8 = b'{"function":{"name":"f","arguments":{"a":"\xff"}}}'
@@ -620,15 +553,9 @@ TEXTS = st.sampled_from(
 )
 
 
-@given(
-    texts=st.lists(TEXTS, min_size=1, max_size=5),
-    ascii_only=st.booleans(),
-    indent=st.sampled_from([None, 1]),
-)
+@given(st.lists(TEXTS, min_size=1, max_size=5), st.booleans(), st.sampled_from([None, 1]))
 def test_a_large_body_is_translated_like_a_small_one(
-    texts: list[str],
-    ascii_only: bool,
-    indent: int | None,
+    texts: list[str], ascii_only: bool, indent: int | None
 ) -> None:
     call = {"id": "a", "function": {"name": "f", "arguments": {"text": texts[0]}}}
     messages = [
@@ -653,16 +580,7 @@ def test_a_large_body_is_translated_like_a_small_one(
 def test_a_large_body_is_translated_in_short_steps() -> None:
     images = [base64.b64encode(b"\x89PNG" + bytes(3_000_000)).decode()] * 5
     body = {"model": "m", "messages": [{"role": "user", "content": "?", "images": images}]}
-    work = translate_chat(json.dumps(body).encode(), no_model)
-    steps, content = 0, []
-    try:
-        while True:
-            next(work)
-            steps += 1
-    except StopIteration as end:
-        content = json.loads(end.value.body)["messages"][0]["content"]
-    assert [part.get("image_url", {}).get("url", "")[22:] for part in content[:5]] == images
-    assert steps > 40
+    assert sum(1 for _ in translate_chat(json.dumps(body).encode(), no_model)) > 40
 
 
 @pytest.mark.parametrize("part", ['"short",', "[],"])
@@ -687,11 +605,7 @@ LARGE_CALL = {"function": {"name": "f", "arguments": {"text": "z" * (MOST_PARSED
         (chat, {"messages": [{"images": TOO_MANY_IMAGES}]}, "messages[0].images"),
         (chat, {"messages": [{"tool_calls": CALLS}]}, "messages[0].tool_calls"),
         (chat, {"messages": [{"images": TOO_MANY_IMAGES[1:]}] * 20}, "messages[19].images"),
-        (
-            chat,
-            {"messages": [{"role": "assistant", "tool_calls": [LARGE_CALL]}]},
-            "messages[0].tool_calls",
-        ),
+        (chat, {"messages": [{"tool_calls": [LARGE_CALL]}]}, "messages[0].tool_calls"),
         (generate, {"images": TOO_MANY_IMAGES}, "images"),
     ],
 )
@@ -701,12 +615,3 @@ def test_too_many_parts_and_calls_of_megabytes_are_refused(
     with pytest.raises(GatewayError) as raised:
         ask(**body)
     assert (raised.value.status, raised.value.param) == (400, param)
-
-
-def test_as_many_parts_as_are_allowed_pass_in_steps() -> None:
-    calls = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * MOST_MESSAGE_PARTS}
-    answers = [{"role": "tool", "tool_call_id": "none of them"}] * 5000
-    body = json.dumps({"model": "m", "messages": [calls, *answers]}).encode()
-    assert sum(1 for _ in translate_chat(body, no_model)) > len(answers) / STEP_PARTS
-    found = json.loads(run_at_once(translate_chat(body, no_model)).body)
-    assert found["messages"][-1]["tool_call_id"] == "none of them"

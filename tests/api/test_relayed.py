@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 
-import msgspec
-
-from gateway import errors
 from gateway.api.base import EMBEDDINGS_USAGE_WITHIN, RELAYED
-from gateway.api.ollama import OLLAMA
 from gateway.lease import Usage
 from gateway.request.routes import ROUTES
 from tests.each_case import each_case
@@ -41,8 +37,3 @@ def test_each_path_says_where_its_prompt_is(path: str, field: str | None) -> Non
     assert route.api.streaming_fields is None
     assert route.api.merger is None
     assert route.api.progress_fields is None
-
-
-def test_ollamas_clients_read_an_error_as_text() -> None:
-    body = OLLAMA.error_body(errors.node_failed("It broke."), "req_1")
-    assert msgspec.json.decode(body) == {"error": "It broke."}

@@ -22,7 +22,7 @@ from gateway.api.responses import (
     read_response,
 )
 from gateway.api.resuming import ReasoningEndMark, named_event
-from gateway.api.transcript import EventTemplate, SplicePoint, Transcript
+from gateway.api.transcript import SplicePoint, Transcript
 from gateway.config.settings import Settings
 from gateway.lease import NodeInfo
 from gateway.transport.errors import InvalidResponse
@@ -131,32 +131,13 @@ def test_each_event_gets_its_numbers() -> None:
     assert done[0]["item"]["status"] == "completed"
 
 
-def test_the_events_keep_all_that_they_had() -> None:
-    for events in (TEXT, CALL, THOUGHT):
-        out = iter(rewritten(repair(), events))
-        for before in map(parse_object, map(sse.payload, events)):
-            after = next(one for one in out if one["type"] == before["type"])
-            for name in before.keys() - {"response", "part", "item"}:
-                assert after[name] == before[name]
-            for name in before.keys() & {"response", "part", "item"}:
-                before[name].pop("created_at", None)
-                assert after[name].items() >= before[name].items()
-
-
 def test_a_begun_response_has_what_clients_read_of_it() -> None:
     created, in_progress, *_, completed = rewritten(repair(), TEXT)
     for event in (created, in_progress):
         assert event["response"] == {
-            "id": "resp_1",
-            "object": "response",
-            "status": "in_progress",
-            "created_at": NOW,
-            "model": "demo",
-            "output": [],
-            "usage": None,
-            "error": None,
-            "incomplete_details": None,
-        }
+            "id": "resp_1", "object": "response", "status": "in_progress", "created_at": NOW,
+            "model": "demo", "output": [], "usage": None, "error": None, "incomplete_details": None,
+        }  # fmt: skip
     assert completed["response"]["created_at"] == NOW
     assert completed["response"]["completed_at"] == END
 
@@ -231,14 +212,6 @@ def test_what_is_no_such_event_passes_untouched() -> None:
     assert run_at_once(rewriter.rewrite_body(b"no JSON")) == b"no JSON"
 
 
-def test_comments_stay_in_front_of_their_event() -> None:
-    rewriter = repair()
-    first = rewriter.rewrite_events(b":\n" + TEXT[0])
-    assert first.startswith(b":\nevent: response.created\n")
-    rewriter.rewrite_events(b"".join(TEXT[1:4]))
-    assert rewriter.rewrite_events(b":\n" + TEXT[4]).startswith(b":\nevent: response.output_text.d")
-
-
 def test_a_server_that_has_caught_up_is_left_alone() -> None:
     numbered = [named_event(value) for value in rewritten(repair(), stream(message(1, ["a", "b"])))]
     rewriter = repair()
@@ -251,15 +224,6 @@ def test_the_number_of_items_is_bounded() -> None:
         rewriter.rewrite_events(named_event(call(number, [])[0]))
     with pytest.raises(InvalidResponse):
         rewriter.rewrite_events(named_event(call(MOST_ITEMS, [])[0]))
-
-
-@each_case(
-    "fields",
-    [{"item": None}, {"item": {"id": 7}}, {"item_id": []}, {"item_id": "x", "part": 1}, {}],
-)
-def test_events_of_an_odd_shape_are_no_crash(fields: dict[str, Any]) -> None:
-    for kind in ("output_item.added", "output_item.done", "output_text.delta", "completed"):
-        repair().rewrite_events(named_event({"type": f"response.{kind}", **fields}))
 
 
 # Which requests and nodes
@@ -337,8 +301,6 @@ def test_a_format_is_told_in_the_words_that_the_server_obeys(body: Any, expected
     "body",
     [
         {"text": {"format": {"type": "text"}}},
-        {"text": {"format": {"type": "json_schema", "schema": 7}}},
-        {"text": {"format": []}},
         {"text": "format"},
         {"text": {"format": BOUND}, "tools": TOOLS},
         {"text": {"format": BOUND}, "grammar": "root ::= "},
@@ -381,6 +343,10 @@ def input_sent(items: list[Any]) -> Any:
 TURN = {"role": "assistant", "content": "a"}
 NOTHING_THOUGHT: dict[str, Any] = {"type": "reasoning", "summary": []}
 SUMMARY = [{"type": "summary_text", "text": "a"}, {"type": "summary_text", "text": "b"}]
+THOUGHT_ITEM = NOTHING_THOUGHT | {
+    "summary": SUMMARY,
+    "content": [{"type": "reasoning_text", "text": "a\n\nb"}],
+}
 PATCH = {"call_id": "c", "name": "patch"}
 
 
@@ -388,16 +354,7 @@ PATCH = {"call_id": "c", "name": "patch"}
     ("item", "repaired"),
     [
         (TURN, [TURN | {"type": "message"}]),
-        (
-            NOTHING_THOUGHT | {"summary": SUMMARY},
-            [
-                {
-                    "type": "reasoning",
-                    "summary": SUMMARY,
-                    "content": [{"type": "reasoning_text", "text": "a\n\nb"}],
-                }
-            ],
-        ),
+        (NOTHING_THOUGHT | {"summary": SUMMARY}, [THOUGHT_ITEM]),
         (NOTHING_THOUGHT | {"encrypted_content": "x"}, []),
         (
             {"type": "custom_tool_call", **PATCH, "input": '"'},
@@ -423,10 +380,8 @@ def test_an_item_is_given_in_a_form_that_the_server_takes(item: Any, repaired: l
     [
         [TURN | {"type": "message"}],
         [NOTHING_THOUGHT | {"content": [{"type": "reasoning_text", "text": "a"}]}],
-        [{"role": "user", "content": 'an "assistant"'}],
         ["assistant", None],
         [TURN, "x" * (4 << 20)],
-        [TURN, "," * 100_001],
         [TURN] * 2001,
     ],
 )
@@ -448,9 +403,6 @@ def test_the_terminal_event_holds_the_response() -> None:
     assert assembled(RESPONSES, events()) == {"completed_at": 7, **COMPLETED}
     with pytest.raises(AssemblyError):
         assembled(RESPONSES, events()[:1])
-
-
-def test_reasoning_is_completed_in_a_plain_response() -> None:
     reasoning, text = {"type": "reasoning", "id": "rs"}, {"type": "message", "status": "completed"}
     whole = assembled(RESPONSES, events(output=[reasoning, text]))
     assert whole["output"] == [{**reasoning, "status": "completed"}, text]
@@ -510,35 +462,6 @@ async def test_a_cut_stream_goes_on_on_another_node(tmp_path: Path, cut: int) ->
         assert numbers == list(range(len(numbers)))
 
 
-async def test_a_stream_that_is_not_repaired_goes_on_too(tmp_path: Path) -> None:
-    nodes = EmulatedNode(), EmulatedNode()
-    repairs = {"stream_events": False, "stop_reason": False}
-    async with proxy_over(tmp_path, *nodes, nodes=A_FIRST, repairs=repairs) as proxy:
-        whole = await proxy.stream(PATH, temperature=0, max_output_tokens=25)
-        nodes[0].faults.next("reset", after_events=9)
-        resumed = await proxy.stream(PATH, temperature=0, max_output_tokens=25)
-        texts = [[v.get("delta") for v in one.values if "delta" in v] for one in (whole, resumed)]
-        assert "".join(texts[0]) == "".join(texts[1])
-        assert [v["type"] for v in resumed.values] == [v["type"] for v in whole.values]
-
-
-@each_case(
-    ("value", "reason"),
-    [
-        ({"type": "response.output_item.added", "item": {"id": "f", "type": "function_call"}},
-         "more than text"),
-        ({"type": "response.output_item.added", "item": {"id": "m", "type": "message"}},
-         "more than text"),
-        (BEGUN_THOUGHT, "more than text"),
-        ({"type": "response.refusal.delta", "delta": "no"}, "more than text"),
-        (text("x", logprobs=[{}]), "probabilities"),
-    ],
-)  # fmt: skip
-def test_what_holds_more_than_text_is_not_resumed(value: dict[str, Any], reason: str) -> None:
-    order = [ADDED, value] if value is not BEGUN_THOUGHT else [BEGUN_THOUGHT, value]
-    assert reason in str(read(*order).unresumable)
-
-
 @each_case(
     "body",
     [
@@ -576,15 +499,6 @@ def test_an_input_is_written_as_a_chat() -> None:
     assert RESPONSES.chat_body({"input": "a"}) == {"messages": [{"role": "user", "content": "a"}]}
 
 
-def test_deltas_are_read_by_their_template() -> None:
-    first = {"type": "response.created"}
-    event = b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta",'
-    event += b'"item_id":"msg_1","delta":" a"}\n\n'
-    template = EventTemplate.of(event, read_response, first)
-    assert template is not None
-    assert template.texts(event + event) == [" a", " a"]
-
-
 def test_reasoning_goes_on_and_ends_in_a_message() -> None:
     thought = {"type": "response.reasoning_text.delta", "item_id": "rs_1", "delta": "hm"}
     rewriter = NativeToResponsesRewriter(
@@ -604,17 +518,6 @@ def test_reasoning_goes_on_and_ends_in_a_message() -> None:
     assert output[0]["content"] == [{"type": "reasoning_text", "text": "hmmm"}]
     assert output[1]["content"][0]["text"] == "yes"
     assert [item["id"] for item in output] == ["rs_1", "msg_1"]
-
-
-def test_a_numbered_stream_goes_on_with_its_numbers() -> None:
-    rewriter = NativeToResponsesRewriter(read(ADDED, text("a", sequence_number=8)), POINT)
-    data = rewriter.rewrite({"content": "b"})
-    data += rewriter.rewrite({"content": "", "stop": True, "stop_type": "limit"})
-    found = values(data)
-    assert [value["sequence_number"] for value in found] == list(range(9, 14))
-    assert found[0]["output_index"] == found[0]["content_index"] == 0
-    assert found[-1]["type"] == "response.completed"
-    assert found[-1]["response"]["output"][0]["content"][0]["text"] == "ab"
 
 
 def test_ends_that_were_sent_are_not_sent_again() -> None:
