@@ -8,8 +8,6 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gateway import errors
 from gateway.api import sse
@@ -120,9 +118,6 @@ def test_a_stream_reports_the_prompts_tokens_at_its_beginning() -> None:
 
 
 # After a resumption.
-
-
-TEXT = {"type": "text", "text": "no"}
 
 
 # The repair of stop reasons.
@@ -387,29 +382,6 @@ def test_an_event_that_is_no_chats_is_invalid(event: bytes) -> None:
     for content in (b"{", b"{}", b'{"choices":[]}', b'{"choices":[{"message":7}]}'):
         with pytest.raises(InvalidResponse):
             run_at_once(ChatToMessage().rewrite_body(content))
-
-
-deltas = st.lists(
-    st.dictionaries(st.sampled_from(["content", "reasoning_content"]), st.text(max_size=5)),
-    max_size=8,
-)
-
-
-@given(deltas, st.data())
-def test_the_message_does_not_depend_on_how_the_events_came(
-    made: list[JsonObject], cuts: st.DataObject
-) -> None:
-    events = chunks(made)
-    expected = b"".join(map(ChatToMessage().rewrite_events, events))
-    rewriter, out, at = ChatToMessage(), b"", 0
-    while at < len(events):
-        to = cuts.draw(st.integers(at + 1, len(events)))
-        out += rewriter.rewrite_events(b"".join(events[at:to]))
-        at = to
-    assert out == expected
-    for kind, name in (("text", "content"), ("thinking", "reasoning_content")):
-        text = "".join(block.get(kind, "") for block in message_of(out)["content"])
-        assert text == "".join(delta.get(name, "") for delta in made)
 
 
 # The chat is the one that the server itself makes

@@ -7,8 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gateway.api import sse
 from gateway.api.base import AssemblyError, ResponseRewriter
@@ -310,27 +308,6 @@ def test_a_format_is_told_in_the_words_that_the_server_obeys(body: Any, expected
 )
 def test_all_other_bodies_stay_as_they_are(body: Any) -> None:
     assert added(body) is None
-
-
-texts = st.lists(st.text(max_size=12), max_size=6)
-made_items = st.lists(
-    st.tuples(st.sampled_from([message, reasoning, call]), texts), max_size=4
-).map(lambda made: [make(number, words) for number, (make, words) in enumerate(made)])
-
-
-@given(made_items.map(lambda made: stream(*made)), st.data())
-def test_the_result_does_not_depend_on_how_the_events_came(
-    events: list[bytes], cuts: st.DataObject
-) -> None:
-    one_by_one = repair()
-    expected = b"".join(map(one_by_one.rewrite_events, events))
-    grouped, out, at = repair(), b"", 0
-    while at < len(events):
-        to = cuts.draw(st.integers(at + 1, len(events)))
-        out += grouped.rewrite_events(b"".join(events[at:to]))
-        at = to
-    assert out == expected
-    assert len({event["sequence_number"] for event in values(out)}) == sse.count_events(out)
 
 
 def input_sent(items: list[Any]) -> Any:

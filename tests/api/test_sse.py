@@ -1,8 +1,9 @@
-"""Only whole events pass, in order, however the node's bytes are cut into chunks."""
+"""Only whole events pass, in order, however the node's bytes are cut into chunks.
+
+That the same events pass, and none in part, is `tests.fuzz.sse`'s."""
 
 from __future__ import annotations
 
-import re
 from itertools import pairwise
 
 import pytest
@@ -11,9 +12,7 @@ from hypothesis import strategies as st
 
 from gateway.api.base import Api
 from gateway.api.chat import CHAT
-from gateway.api.completions import COMPLETIONS
 from gateway.api.messages import MESSAGES
-from gateway.api.native import NATIVE
 from gateway.api.responses import RESPONSES
 from gateway.api.sse import (
     HEARTBEAT,
@@ -21,7 +20,6 @@ from gateway.api.sse import (
     EventFramer,
     check_utf8,
     event_name,
-    is_error,
     last_events,
     payload,
     split,
@@ -33,9 +31,6 @@ from tests.bench import node_replies
 from tests.each_case import each_case
 
 LIMIT = 1 << 20
-OPEN_COMMENT = re.compile(rb"(?:\A|(?<=\n))(?::\n)+\r?\n")
-"""A rewritten comment with a blank line behind it, which breaks a Go client."""
-WHOLE = re.compile(rb"\A(?:|.*\n\r?\n|(?:.*\n\r?\n)?(?::\n)+)\Z", re.DOTALL)
 
 texts = st.text(st.characters(exclude_characters="\r\n", codec="utf-8"), max_size=12)
 data_lines = texts.map(lambda text: b"data: " + text.encode())
@@ -75,37 +70,6 @@ def cut(draw: st.DrawFn, data: bytes) -> list[bytes]:
     return [data[a:b] for a, b in pairwise([0, *places, len(data)])]
 
 
-def parsed(data: bytes) -> list[list[bytes]]:
-    """The events as a client of the standard sees them: their lines without comments."""
-    found: list[list[bytes]] = []
-    lines: list[bytes] = []
-    for line in re.split(rb"\r?\n", data):
-        if not line:
-            if lines:
-                found.append(lines)
-            lines = []
-        elif not line.startswith(b":"):
-            lines.append(line)
-    assert not lines, "a part of an event passed"
-    return found
-
-
-@given(st.data(), streams())
-def test_the_same_events_come_out_however_they_are_cut(
-    data: st.DataObject, made: tuple[bytes, int]
-) -> None:
-    stream, _ = made
-    framer = EventFramer(LIMIT)
-    passed = b""
-    for chunk in data.draw(cut(stream)):
-        piece = framer.feed(chunk)
-        assert WHOLE.match(piece), "a part of an event passed"
-        passed += piece
-    assert parsed(passed) == parsed(stream)
-    assert not framer.has_partial
-    assert not OPEN_COMMENT.search(passed)
-
-
 @given(st.data(), st.one_of(streams((b"\n",)), streams((b"\r\n",))))
 def test_events_are_counted_and_comments_are_not(
     data: st.DataObject, made: tuple[bytes, int]
@@ -115,72 +79,6 @@ def test_events_are_counted_and_comments_are_not(
     for chunk in data.draw(cut(stream)):
         framer.feed(chunk)
     assert framer.event_count == count
-
-
-@given(st.data(), streams())
-def test_comments_between_events_can_be_taken_out(
-    data: st.DataObject, made: tuple[bytes, int]
-) -> None:
-    stream, _ = made
-    framer = EventFramer(LIMIT, keep_comments=False)
-    passed = b"".join(framer.feed(chunk) for chunk in data.draw(cut(stream)))
-    assert not passed.startswith(b":")
-    assert not re.search(rb"\n\r?\n:", passed)
-    assert parsed(passed) == parsed(stream)
-
-
-APIS = (CHAT, COMPLETIONS, MESSAGES, RESPONSES, NATIVE)
-
-EVENTS = st.sampled_from(
-    [
-        b'data: {"choices":[{"delta":{"content":"data: [DONE]\\n\\n"}}]}\n\n',
-        b'data: {"choices":[],"usage":{"total_tokens":1}}\n\n',
-        b'event: content_block_delta\ndata: {"delta":{"text":"}"}}\n\n',
-        b'event: response.output_text.delta\ndata: {"delta":"a"}\n\n',
-        b'data: {"content":"\xc3\xa4","stop":false}\n\n',
-        b"data: {}\n\n",
-        b"data:{}\n\n",
-        b'data: {"content":"a","stop":false}\n\n',
-        b'data: {"content":"a","stop":data: {"content":"a"}\n\n',
-        b'data: {"content":"a","stop":false\n}\n\n',
-        # Not ordinary.
-        b"data: [DONE]\n\n",
-        b'data: {"content":"","stop":true}\n\n',
-        b'data: {"error":{"message":"no"}}\n\n',
-        b'event: error\ndata: {"message":"no"}\n\n',
-        b"event: message_stop\ndata: {}\n\n",
-        b'event: response.completed\ndata: {"response":{}}\n\n',
-        b'data: {"a":\ndata: 1}\n\n',
-        b'data: {"a":1}\r\n\r\n',
-        b'data: {"a":1} \n\n',
-        b":\n\n",
-        b": reading\n",
-    ]
-)
-
-
-@given(st.data(), st.sampled_from(APIS), st.lists(EVENTS, max_size=12))
-def test_the_matcher_finds_what_parsing_would(
-    data: st.DataObject, api: Api, made: list[bytes]
-) -> None:
-    stream = b"".join(made)
-    matching = EventFramer(LIMIT, api.ordinary_events)
-    parsing = EventFramer(LIMIT, lambda _: None)
-    out = b""
-    for chunk in data.draw(cut(stream)):
-        passed = matching.feed(chunk)
-        assert passed == parsing.feed(chunk)
-        assert parsing.special_bytes == len(passed)
-        assert matching.event_count == parsing.event_count
-        assert matching.has_partial is parsing.has_partial
-        ordinary = passed[: len(passed) - matching.special_bytes]
-        for event in split(ordinary):
-            assert payload(event).startswith(b"{"), "it looks like an object"
-            assert payload(event).endswith(b"}")
-            assert not is_error(event)
-            assert not api.is_terminal_event(event) or api.terminal_mark_nested
-        out += passed
-    assert parsed(out) == parsed(stream)
 
 
 def test_only_the_end_of_a_stream_in_one_chunk_is_not_ordinary() -> None:

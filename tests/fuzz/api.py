@@ -3,15 +3,14 @@
 A gateway process serves over two emulated nodes, with keys on both listeners. Every operation of
 both gets requests that fit the document and requests that do not. A response must be as the
 document says: status, content type, header fields, body. No response is 500, none takes longer
-than a minute, no turn of the event loop more than 50 ms of CPU time, and afterwards the process has the descriptors and about the memory that it had once
-it was warm.
+than a minute, no turn of the event loop more than 50 ms of CPU time, and afterwards the process has
+the descriptors and about the memory that it had once it was warm.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
 import os
 import random
 import subprocess
@@ -21,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,22 +64,7 @@ class Site:
     """Keys of the public listener: `right`, `limited`, `wrong`."""
     admin_keys: Mapping[str, str]
     """Of the admin listener: `right`, `limited` (a viewer's), `wrong`."""
-    process: psutil.Process | None = None
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What came of some cases."""
-
-    cases: int = 0
-    statuses: Counter[str] = field(default_factory=Counter)
-    """Responses by listener and status."""
-    failures: list[str] = field(default_factory=list)
-
-    def add(self, other: Outcome) -> None:
-        self.cases += other.cases
-        self.statuses += other.statuses
-        self.failures += other.failures
+    process: psutil.Process
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +157,7 @@ def _start(stack: ExitStack, command: list[str], **options: Any) -> subprocess.P
 
 
 class Fuzzer:
-    """Sends cases of some operations of one document."""
+    """Sends cases of all operations of one document."""
 
     def __init__(self, site: Site, document: dict[str, Any], seed: int) -> None:
         import schemathesis
@@ -191,30 +175,46 @@ class Fuzzer:
         ]
         schema: Any = schemathesis.openapi.from_dict(document)
         operations = [found.ok() for found in schema.get_all_operations()]
-        self.operations = [one for one in operations if one.path not in ENDLESS]
-        self.outcome = Outcome()
-        self._kinds: Counter[str] = Counter()
+        self._operations = [one for one in operations if one.path not in ENDLESS]
+        self.cases = 0
+        self.statuses: Counter[str] = Counter()
+        """Responses by listener and status."""
+        self.failures: dict[str, str] = {}
+        """The first of each kind."""
 
-    def boundary_cases(self, operation: Any) -> Iterator[Any]:
-        """Cases at the boundaries of each parameter and field of one operation, right and wrong."""
+    def run(self, credentials: tuple[str, ...], cases: float, seconds: float) -> None:
+        """Send boundary cases with each of these credentials, and random ones for what is left."""
+        until, most = time.monotonic() + seconds, self.cases + int(cases)
+
+        def left() -> int:
+            over = time.monotonic() > until or len(self.failures) > MOST_FAILURES
+            return 0 if over else most - self.cases
+
+        for name, operation in itertools.product(credentials, self._operations):
+            if left() > 0:
+                self._send_boundary_cases(operation, name, left())
+        for operation in itertools.cycle(self._operations):
+            if left() <= 0:
+                return
+            self._turn(operation, min(CASES_PER_TURN, left()))
+
+    def _send_boundary_cases(self, operation: Any, credentials: str, count: int) -> None:
+        """Send up to `count` cases at the boundaries of each parameter and field."""
         from schemathesis import GenerationMode
 
         schema = operation.schema
-        yield from schema.iter_coverage_cases(
+        cases = schema.iter_coverage_cases(
             operation,
             generation_modes=list(GenerationMode),
             generation_config=schema.config.generation_for(operation=operation),
         )
-
-    def send_boundary_cases(self, operation: Any, credentials: str, count: int) -> None:
-        """Send up to `count` of them, with these credentials."""
-        for case in itertools.islice(self.boundary_cases(operation), count):
+        for case in itertools.islice(cases, count):
             try:
                 self._send(case, operation, credentials)
             except (Exception, BaseExceptionGroup) as error:  # noqa: BLE001 - it is a finding
                 self._add_failure(operation, error)
 
-    def turn(self, operation: Any, count: int) -> None:
+    def _turn(self, operation: Any, count: int) -> None:
         """Send up to `count` random cases of one operation."""
         import hypothesis
         from hypothesis import HealthCheck, Phase
@@ -249,16 +249,14 @@ class Fuzzer:
         problems = getattr(error, "exceptions", [error])
         text = " | ".join(f"{one}"[:1500] for one in problems)
         kind = f"{operation.label}: {text.partition(chr(10))[0]}"
-        self._kinds[kind] += 1
-        if self._kinds[kind] == 1:
-            self.outcome.failures.append(f"{operation.label}: {text}")
+        self.failures.setdefault(kind, f"{operation.label}: {text}")
 
     def _send(self, case: Any, operation: Any, credentials: str) -> None:
         site, is_admin = self._site, "admin" in (operation.tags or ())
         base, keys = (site.admin_url, site.admin_keys) if is_admin else (site.url, site.keys)
         key = keys.get(credentials)
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        self.outcome.cases += 1
+        self.cases += 1
         if self._rng.random() < 0.8 and case.headers is not None:
             # Boundaries of it are far below a second: most requests would end while they wait.
             case.headers.pop("X-Request-Timeout", None)
@@ -266,7 +264,7 @@ class Fuzzer:
             base_url=base, session=self._session, headers=headers, timeout=HANG_SECONDS
         )
         name = f"{'admin' if is_admin else 'public'} {response.status_code}"
-        self.outcome.statuses[name] += 1
+        self.statuses[name] += 1
         # Two nodes may agree on a 500, which passes; the gateway's own has this text.
         wrong = b"The gateway failed" in response.content or (
             is_admin and response.status_code == 500
@@ -294,87 +292,27 @@ def _has_nothing_wrong(error: BaseException) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What one process sends."""
-
-    site: Site
-    """Without its process."""
-    document: dict[str, Any]
-    number: int
-    of: int
-    credentials: tuple[str, ...]
-    """With which of them boundary cases are sent: `right`, `limited`, `wrong`, `none`."""
-    cases: int
-    """The most, boundary cases included; the rest are random ones."""
-    seconds: float
-    seed: int
-
-
-def send_share(share: Share) -> Outcome:
-    """Send a part of the cases; in a process of its own."""
-    fuzzer = Fuzzer(share.site, share.document, share.seed)
-    mine = fuzzer.operations[share.number :: share.of]
-    until = time.monotonic() + share.seconds
-
-    def left() -> int:
-        over = time.monotonic() > until or len(fuzzer.outcome.failures) > MOST_FAILURES
-        return 0 if over else share.cases - fuzzer.outcome.cases
-
-    for credentials in share.credentials:
-        for operation in mine:
-            if left() > 0:
-                fuzzer.send_boundary_cases(operation, credentials, left())
-    for operation in itertools.cycle(mine):
-        if left() <= 0:
-            return fuzzer.outcome
-        fuzzer.turn(operation, min(CASES_PER_TURN, left()))
-    return fuzzer.outcome
-
-
-def fuzz_api(
-    cases: int, seconds: float, jobs: int = 2, seed: int = 0
-) -> tuple[dict[str, Any], list[str]]:
+def fuzz_api(cases: int, seconds: float, seed: int = 0) -> tuple[dict[str, Any], list[str]]:
     """Send so many cases, or for so many seconds; returns the figures, and what was wrong."""
     seed = seed or random.SystemRandom().getrandbits(31)
     began = time.monotonic()
-    total = Outcome()
     with tempfile.TemporaryDirectory(prefix="fuzz-api-") as name, running_site(Path(name)) as site:
-        assert site.process is not None
         headers = {"Authorization": f"Bearer {site.admin_keys['right']}"}
-        document = requests.get(
-            f"{site.admin_url}/openapi.json", headers=headers, timeout=30
-        ).json()
-        measured = []
-        context = multiprocessing.get_context("spawn")
-        with context.Pool(jobs) as pool:
-            for turn, part in enumerate((WARM_SHARE, 1 - WARM_SHARE)):
-                credentials = ("limited", "wrong", "none", "right") if turn else ("right",)
-                shares = [
-                    Share(
-                        replace(site, process=None), document, number, jobs, credentials, int(cases * part / jobs),
-                        seconds * part, seed + 10 * turn + number,
-                    )
-                    for number in range(jobs)
-                ]  # fmt: skip
-                for outcome in pool.imap_unordered(send_share, shares):
-                    total.add(outcome)
-                measured.append(_settled(site.process))
+        document = requests.get(f"{site.admin_url}/openapi.json", headers=headers, timeout=30)
+        fuzzer = Fuzzer(site, document.json(), seed)
+        fuzzer.run(("right",), cases * WARM_SHARE, seconds * WARM_SHARE)
+        warm, rest = _settled(site.process), 1 - WARM_SHARE
+        fuzzer.run(("limited", "wrong", "none", "right"), cases * rest, seconds * rest)
+        after = _settled(site.process)
         records = Children(reports_folder(Path(name))).take()
         assert records, "the gateway's event loop is not watched: its start waits for files"
-    warm, after = measured
-    problems = [*dict.fromkeys(total.failures)][:MOST_FAILURES] + problems_of(records)
-    if after.descriptors > warm.descriptors + 5:
-        problems.append(
-            f"descriptors: {warm.descriptors} when warm, {after.descriptors} afterwards"
-        )
-    if after.rss_mb > warm.rss_mb + MOST_GROWTH_MB:
-        problems.append(f"memory: {warm.rss_mb} MB when warm, {after.rss_mb} MB afterwards")
-    took = time.monotonic() - began
+    problems = [*fuzzer.failures.values()][:MOST_FAILURES] + problems_of(records)
+    if after.descriptors > warm.descriptors + 5 or after.rss_mb > warm.rss_mb + MOST_GROWTH_MB:
+        problems.append(f"{warm} when warm, {after} afterwards")
     figures = {
-        "cases": total.cases,
-        "seconds": round(took),
-        "statuses": dict(sorted(total.statuses.items())),
+        "cases": fuzzer.cases,
+        "seconds": round(time.monotonic() - began),
+        "statuses": dict(sorted(fuzzer.statuses.items())),
         "rss_mb": [warm.rss_mb, after.rss_mb],
         "descriptors": [warm.descriptors, after.descriptors],
         "seed": seed,

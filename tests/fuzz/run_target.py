@@ -10,7 +10,7 @@ import sys
 
 import atheris
 
-from tests.fuzz.modules import MODULES
+from tests.fuzz import MODULES
 
 
 def main() -> None:
