@@ -15,57 +15,36 @@ TELLING = ("91234567", "2111111", "7788", "tokens_cached", "cache_n", "prompt_pr
 """Texts that no response to a caller from whom it is hidden may contain."""
 
 TIMINGS: dict[str, Any] = {
-    "cache_n": CACHED,
-    "prompt_n": FRESH,
-    "prompt_ms": MILLISECONDS,
-    "prompt_per_token_ms": MILLISECONDS,
-    "prompt_per_second": MILLISECONDS,
-    "predicted_n": 1,
-    "predicted_ms": 2.0,
+    "cache_n": CACHED, "prompt_n": FRESH, "prompt_ms": MILLISECONDS, "predicted_n": 1,
+    "prompt_per_token_ms": MILLISECONDS, "prompt_per_second": MILLISECONDS, "predicted_ms": 2.0,
     "predicted_per_second": 500.0,
-}
+}  # fmt: skip
 OPENAI_USAGE: dict[str, Any] = {
-    "prompt_tokens": ALL,
-    "completion_tokens": 1,
-    "total_tokens": ALL + 1,
+    "prompt_tokens": ALL, "completion_tokens": 1, "total_tokens": ALL + 1,
     "prompt_tokens_details": {"cached_tokens": CACHED, "audio_tokens": 0},
-    "prompt_cache_hit_tokens": CACHED,
-    "prompt_time": MILLISECONDS,
-}
+    "prompt_cache_hit_tokens": CACHED, "prompt_time": MILLISECONDS,
+}  # fmt: skip
 RESPONSES_USAGE: dict[str, Any] = {
-    "input_tokens": ALL,
-    "output_tokens": 1,
-    "total_tokens": ALL + 1,
+    "input_tokens": ALL, "output_tokens": 1, "total_tokens": ALL + 1,
     "input_tokens_details": {"cached_tokens": CACHED},
-}
+}  # fmt: skip
 ANTHROPIC_USAGE: dict[str, Any] = {
-    "input_tokens": FRESH,
-    "cache_read_input_tokens": CACHED,
-    "output_tokens": 1,
+    "input_tokens": FRESH, "cache_read_input_tokens": CACHED, "output_tokens": 1,
     "cache_creation": {"ephemeral_5m_input_tokens": 0},
-}
+}  # fmt: skip
 PROGRESS = {"total": ALL, "cache": CACHED, "processed": CACHED, "time_ms": MILLISECONDS}
 MORE: dict[str, Any] = {
-    "timings": TIMINGS,
-    "id_slot": 5,
-    "tokens_cached": CACHED,
-    "prompt_progress": PROGRESS,
+    "timings": TIMINGS, "id_slot": 5, "tokens_cached": CACHED, "prompt_progress": PROGRESS,
     "__verbose": {"timings": TIMINGS, "tokens_cached": CACHED, "id_slot": 5},
-    "timings/cache_n": CACHED,
-    "prompt_progress/processed": CACHED,
-}
+    "timings/cache_n": CACHED, "prompt_progress/processed": CACHED,
+}  # fmt: skip
 LATER = {name: value for name, value in MORE.items() if name != "prompt_progress"}
 """Behind the prompt."""
 NATIVE_END: dict[str, Any] = {
-    "index": 0,
-    "content": "",
-    "stop": True,
-    "stop_type": "eos",
-    "model": "demo",
-    "tokens_predicted": 1,
-    "tokens_evaluated": ALL,
-    **MORE,
-}
+    "index": 0, "content": "", "stop": True, "stop_type": "eos", "model": "demo",
+    "tokens_predicted": 1, "tokens_evaluated": ALL, **MORE,
+}  # fmt: skip
+CHAT = {"id": "c", "created": 1, "model": "demo"}
 
 
 def plain(path: str, body: dict[str, Any]) -> Any:
@@ -84,18 +63,12 @@ def plain(path: str, body: dict[str, Any]) -> Any:
         one = NATIVE_END | {"content": "ok"}
         return [one, one] if isinstance(body.get("prompt"), list) else one
     choice = {"index": 0, "finish_reason": "stop", "message": answer, "text": "ok"}
-    rows = {
-        "data": [{"index": 0, "embedding": [0.5]}],
-        "embedding": [0.5],
-        "results": [{"index": 0, "relevance_score": 0.5}],
-        "tokens": [1, 2],
-        "content": "ok",
-        "prompt": "ok",
-        "input_tokens": ALL,
-        "text": "ok",
-    }
-    outer: dict[str, Any] = {"id": "c", "object": "chat.completion", "created": 1, "model": "demo"}
-    return {**outer, "choices": [choice], "usage": OPENAI_USAGE, **rows, **MORE}
+    return {
+        **CHAT, "object": "chat.completion", "choices": [choice], "usage": OPENAI_USAGE, **MORE,
+        "data": [{"index": 0, "embedding": [0.5]}], "embedding": [0.5], "tokens": [1, 2],
+        "results": [{"index": 0, "relevance_score": 0.5}], "content": "ok", "prompt": "ok",
+        "input_tokens": ALL, "text": "ok",
+    }  # fmt: skip
 
 
 def streamed(path: str) -> bytes:
@@ -103,14 +76,9 @@ def streamed(path: str) -> bytes:
     events: list[dict[str, Any]]
     if path == "/v1/messages":
         start = {"id": "m", "type": "message", "role": "assistant", "content": []}
-        begin: dict[str, Any] = {
-            "type": "message_start",
-            "message": {**start, "usage": ANTHROPIC_USAGE},
-            **MORE,
-        }
         text = {"type": "text_delta", "text": "ok"}
         events = [
-            begin,
+            {"type": "message_start", "message": {**start, "usage": ANTHROPIC_USAGE}, **MORE},
             {"type": "content_block_start", "index": 0, "content_block": {"type": "text"}},
             {"type": "content_block_delta", "index": 0, "delta": text, **LATER},
             {"type": "content_block_stop", "index": 0},
@@ -130,12 +98,7 @@ def streamed(path: str) -> bytes:
         part = {"index": 0, "content": "ok", "tokens": [7], "stop": False, **LATER}
         progress = {"index": 0, "content": "", "tokens": [], "stop": False, **MORE}
         return b"".join(map(unnamed, [progress, part, NATIVE_END]))
-    head: dict[str, Any] = {
-        "id": "c",
-        "object": "chat.completion.chunk",
-        "created": 1,
-        "model": "demo",
-    }
+    head = {**CHAT, "object": "chat.completion.chunk"}
     delta = {"role": "assistant", "content": "ok"}
     chunks: list[dict[str, Any]] = [
         {"choices": [{"index": 0, "delta": {"role": "assistant"}, "text": ""}], **MORE},

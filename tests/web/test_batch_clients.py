@@ -126,60 +126,10 @@ async def test_openai_uploads_creates_polls_reads_and_lists(tmp_path: Path) -> N
         await client.files.delete(file.id)
 
 
-async def test_openai_cancels_and_keeps_what_was_done(tmp_path: Path) -> None:
-    content = "".join(chat_line(number, max_tokens=400) for number in range(60))
-    async with gateway(tmp_path) as url, openai_client(url) as client:
-        file = await client.files.create(file=("in.jsonl", content.encode()), purpose="batch")
-        batch = await client.batches.create(
-            input_file_id=file.id, endpoint=CHAT, completion_window="24h"
-        )
-
-        async def some_done() -> bool | None:
-            found = await client.batches.retrieve(batch.id)
-            assert found.request_counts is not None
-            return found.request_counts.completed >= 3 or None
-
-        await eventually(some_done, 120)
-        partial = await client.get(f"/batches/{batch.id}/output", cast_to=str)
-        assert len(partial.splitlines()) >= 3
-        cancelled = await client.batches.cancel(batch.id)
-        assert cancelled.status in {"cancelling", "cancelled"}
-
-        done = await reached(client, batch.id, "cancelled")
-        output = (await client.files.content(done.output_file_id)).text.splitlines()
-        errors = (await client.files.content(done.error_file_id)).text.splitlines()
-        assert len(output) == done.request_counts.completed
-        assert set(partial.splitlines()) <= set(output)
-        ids = [json.loads(one)["custom_id"] for one in (*output, *errors)]
-        assert sorted(ids) == sorted(f"näme {number}" for number in range(60))
-        assert {json.loads(one)["error"]["code"] for one in errors} == {"batch_cancelled"}
-
-
 @pytest.fixture(scope="module")
 def script(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The script in a folder where the clients can be imported."""
     return npm.install_script(pytestconfig, tmp_path_factory.mktemp("npm"), "batches.mjs")
-
-
-async def test_openai_uploads_creates_polls_reads_lists_and_deletes(
-    script: Path, tmp_path: Path
-) -> None:
-    file = tmp_path / "in.jsonl"
-    file.write_text("".join(chat_line(number) for number in range(5)))
-    async with gateway(tmp_path) as url:
-        told = await npm.run_script(script, url, "batch", KEY.text, file)
-    batch = told["batch"]
-    assert batch["status"] == "completed"
-    assert batch["request_counts"] == {"total": 5, "completed": 5, "failed": 0}
-    found = {
-        one["custom_id"]: one["response"] for one in map(json.loads, told["output"].splitlines())
-    }
-    for number in range(5):
-        text = found[f"näme {number}"]["body"]["choices"][0]["message"]["content"]
-        assert text == expected_chat_text(messages(number), 12)
-    assert told["listed"] == [batch["id"]]
-    assert (told["files"], told["filename"], told["conflict"]) == (True, "in.jsonl", 409)
-    assert (told["deleted"], told["gone"]) == (True, 404)
 
 
 async def test_openai_follows_a_background_response_through_a_killed_gateway(

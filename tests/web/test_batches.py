@@ -19,9 +19,9 @@ from gateway.callers.keys import ApiKey
 from gateway.stored.batch_rows import Batch as Row
 from gateway.web.batches import batch_object
 from tests.each_case import each_case
-from tests.gateways import Running, running_gateway
+from tests.gateways import Running
 from tests.polling import eventually
-from tests.web.two_keys import ALICE, BOB, DEAD, client, gateway, reason, two_callers
+from tests.web.two_keys import ALICE, BOB, client, gateway, reason, two_callers
 
 pytestmark = pytest.mark.usefixtures("hurried")
 
@@ -245,73 +245,31 @@ async def test_a_batch_of_another_key_is_not_there(tmp_path: Path) -> None:
         assert other.status_code == 404
 
 
-async def test_callers_without_a_key_own_batches_on_a_loopback_listener_alone(
-    tmp_path: Path,
-) -> None:
-    async with running_gateway(tmp_path, [DEAD], wait_ready=False) as running:
-        async with client(running, None) as anybody:
-            made = await created(anybody)
-            assert (await anybody.batches.retrieve(made.id)).id == made.id
-        for method in ("GET", "POST"):
-            headers = {"x-forwarded-for": "10.1.2.3"}
-            asked = await ask(running, method, "/v1/batches", None, headers=headers, json=ASKED)
-            assert reason(asked) == (401, "invalid_api_key")
-
-
-async def test_without_a_store_there_are_no_batches(tmp_path: Path) -> None:
-    async with gateway(tmp_path, store={"url": "off"}) as running:
-        for method, path in (("GET", "/v1/batches"), ("POST", "/v1/batches")):
-            assert reason(await ask(running, method, path, json={})) == (501, "not_supported")
-
-
 ASKED = {"input_file_id": "file-1", "endpoint": CHAT, "completion_window": "24h"}
 
 
+HOUR = {"anchor": "created_at", "seconds": 3600}
 WRONG: list[tuple[dict[str, Any], str, str | None]] = [
-    ({"input_file_id": None}, "invalid_type", "input_file_id"),
-    ({"input_file_id": 1}, "invalid_type", "input_file_id"),
+    *(({"input_file_id": wrong}, "invalid_type", "input_file_id") for wrong in (None, 1)),
     ({"input_file_id": "file-\0"}, "invalid_value", "input_file_id"),
     ({"input_file_id": "ä/'--"}, "file_not_found", "input_file_id"),
     ({"endpoint": None}, "invalid_type", "endpoint"),
-    ({"endpoint": "/v1/invalid/endpoint"}, "invalid_value", "endpoint"),
-    ({"endpoint": "/v1/audio/transcriptions"}, "invalid_value", "endpoint"),
-    ({"endpoint": "/tokenize"}, "invalid_value", "endpoint"),
-    ({"completion_window": "10s"}, "invalid_value", "completion_window"),
-    ({"completion_window": "8d"}, "invalid_value", "completion_window"),
-    ({"completion_window": "soon"}, "invalid_value", "completion_window"),
-    ({"completion_window": "-1h"}, "invalid_value", "completion_window"),
-    ({"completion_window": "1e400"}, "invalid_value", "completion_window"),
-    ({"completion_window": ""}, "invalid_value", "completion_window"),
+    *(({"endpoint": path}, "invalid_value", "endpoint") for path in ("/v1/x", "/tokenize")),
+    *(({"completion_window": window}, "invalid_value", "completion_window")
+      for window in ("10s", "8d", "soon", "-1h", "1e400", "", "9" * 400)),
     ({"completion_window": 24}, "invalid_type", "completion_window"),
-    ({"completion_window": "9" * 400}, "invalid_value", "completion_window"),
-    ({"metadata": []}, "invalid_type", "metadata"),
-    ({"metadata": {"tags": ["a"]}}, "invalid_type", "metadata"),
-    ({"metadata": {"n": 1}}, "invalid_type", "metadata"),
-    ({"metadata": {"a": "x" * 513}}, "invalid_value", "metadata"),
-    ({"metadata": {"x" * 65: "a"}}, "invalid_value", "metadata"),
-    ({"metadata": {str(n): "a" for n in range(17)}}, "invalid_value", "metadata"),
+    *(({"metadata": wrong}, "invalid_type", "metadata") for wrong in ([], {"n": 1})),
+    *(({"metadata": wrong}, "invalid_value", "metadata") for wrong in (
+        {"a": "x" * 513}, {"x" * 65: "a"}, {str(n): "a" for n in range(17)})),
     ({"output_expires_after": 3600}, "invalid_type", "output_expires_after"),
-    (
-        {"output_expires_after": {"seconds": 3600}},
-        "missing_required_parameter",
-        "output_expires_after",
-    ),
-    (
-        {"output_expires_after": {"anchor": "created_at", "seconds": 3599}},
-        "invalid_value",
-        "output_expires_after",
-    ),
-    (
-        {"output_expires_after": {"anchor": "created_at", "seconds": True}},
-        "invalid_type",
-        "output_expires_after",
-    ),
-    ({"webhook_url": "http://x/\0"}, "invalid_request", "webhook_url"),
-    ({"webhook_url": {}}, "invalid_request", "webhook_url"),
+    ({"output_expires_after": {"seconds": 3600}}, "missing_required_parameter",
+     "output_expires_after"),
+    ({"output_expires_after": HOUR | {"seconds": 3599}}, "invalid_value", "output_expires_after"),
+    ({"output_expires_after": HOUR | {"seconds": True}}, "invalid_type", "output_expires_after"),
+    *(({"webhook_url": wrong}, "invalid_request", "webhook_url") for wrong in ("http://x/\0", {})),
     ({"webhook_url": "https://x.example/hook"}, "webhook_url_not_allowed", "webhook_url"),
     ({"completion_windows": "24h"}, "unknown_parameter", None),
-    ({}, "file_not_found", "input_file_id"),
-]
+]  # fmt: skip
 
 
 async def test_what_is_wrong_with_a_batch_is_told_at_once(tmp_path: Path) -> None:
@@ -325,19 +283,6 @@ async def test_what_is_wrong_with_a_batch_is_told_at_once(tmp_path: Path) -> Non
 
         await check()
         assert (await ask(running, "GET", "/v1/batches")).json()["data"] == []
-
-
-async def test_a_body_that_is_no_object_or_too_large_is_refused(tmp_path: Path) -> None:
-    async with gateway(tmp_path) as running:
-        for content, wanted in (
-            (b"", (400, "invalid_json")),
-            (b"[1]", (400, "invalid_json")),
-            (b'{"a":"\xff"}', (400, "invalid_json")),
-            (b'{"endpoint":"/v1/chat/completions"}', (400, "missing_required_parameter")),
-            (b'{"metadata": "' + b"x" * 70_000 + b'"}', (413, "request_too_large")),
-        ):
-            refused = await ask(running, "POST", "/v1/batches", content=content)
-            assert reason(refused) == wanted
 
 
 async def test_the_same_idempotency_key_makes_one_batch(tmp_path: Path) -> None:
@@ -361,27 +306,6 @@ async def test_the_same_idempotency_key_makes_one_batch(tmp_path: Path) -> None:
             assert reason(refused) == (400, "invalid_request")
             assert refused.json()["error"]["param"] == "Idempotency-Key"
         assert len((await ask(running, "GET", "/v1/batches")).json()["data"]) == 1
-
-
-async def test_a_key_has_so_many_batches_at_one_time(tmp_path: Path) -> None:
-    async with two_callers(tmp_path, batches={"batches_per_key": 2}) as (_, alice, bob):
-        made = [await created(alice) for _ in range(2)]
-        with pytest.raises(openai.RateLimitError, match="2 batches") as refused:
-            await created(alice)
-        assert refused.value.response.headers["x-should-retry"] == "false"
-        await created(bob)
-        await alice.batches.cancel(made[0].id)
-        await reaches(alice, made[0].id, "cancelled")
-        await created(alice)
-
-
-async def test_more_lines_than_a_batch_may_have_fail_it(tmp_path: Path) -> None:
-    async with gateway(tmp_path, batches={"lines": 2}) as running, client(running) as alice:
-        made = await created(alice, line(1), line(2), line(3))
-        failed = await reaches(alice, made.id, "failed")
-        assert failed.errors is not None
-        assert failed.errors.data is not None
-        assert failed.errors.data[0].code == "too_many_lines"
 
 
 async def test_ids_that_no_batch_has_are_404_and_other_methods_405(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any
 
 import httpx
@@ -20,7 +19,7 @@ from gateway.callers.keys import ApiKey, new_key
 from gateway.terms import Priority
 from tests.emulator import EmulatedNode
 from tests.gateways import NO_TLS, Running, running_gateway, until
-from tests.virtual import in_virtual_time, now
+from tests.virtual import in_virtual_time
 
 CHAT = "/v1/chat/completions"
 CALM: dict[str, Any] = {
@@ -50,17 +49,6 @@ class Site:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         return await self.client.post(CHAT, json=self.body(tokens), headers=named)
 
-    async def first_content(self, tokens: int, words: int, **headers: str) -> float:
-        """Seconds until the first content of a stream, which is read to its end."""
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        began, first = now(), 0.0
-        body = self.body(tokens, words, stream=True)
-        async with self.client.stream("POST", CHAT, json=body, headers=named) as reply:
-            assert reply.status_code == 200, await reply.aread()
-            async for _ in reply.aiter_bytes():
-                first = first or now() - began
-        return first
-
     @property
     def waiting(self) -> int:
         return len(self.running.gateway.scheduler.queue_positions())
@@ -89,49 +77,6 @@ async def ended(tasks: list[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-# Classes.
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@in_virtual_time
-async def test_urgent_requests_hardly_wait_on_an_overloaded_fleet(tmp_path: Path) -> None:
-    rng = random.Random(3)
-    nodes = [EmulatedNode(slots=2, prefill_tps=600.0, decode_tps=150.0) for _ in range(2)]
-    releases: list[float] = []
-
-    async def load(priority: str) -> None:
-        await site.ask(rng.randint(10, 50), x_priority=priority)
-        releases.append(now())
-
-    async with a_site(tmp_path, *nodes) as site:
-        idle = [await site.first_content(2, 60, x_priority="urgent") for _ in range(9)]
-        # A request takes 0.22 s or so on one of four slots: 18 a second are served, 27 arrive.
-        tasks: list[asyncio.Task[Any]] = []
-        urgent: list[asyncio.Task[float]] = []
-        began = now()
-        for number in range(27 * 5):
-            priority = "batch" if number % 2 else "normal"
-            tasks.append(asyncio.create_task(load(priority)))
-            if number > 40 and number % 6 == 0:
-                probe = site.first_content(2, 60, x_priority="urgent")
-                urgent.append(asyncio.create_task(probe))
-            due = began + (number + rng.random()) / 27
-            await asyncio.sleep(max(0.0, due - now()))
-        assert site.waiting > 10, "it was no overload"
-        seen = await asyncio.gather(*urgent)
-        while_busy = [moment for moment in releases if moment > began + 1.0]
-        gap = (while_busy[-1] - while_busy[0]) / (len(while_busy) + len(seen))
-        await ended(tasks)
-    bound = 1.2 * median(idle) + gap
-
-    assert median(seen) <= bound, f"{median(seen):.3f} s, idle {median(idle):.3f}, gap {gap:.3f}"
-    assert fmean(seen) <= 1.5 * bound
-
-
-# Fair shares.
 
 
 async def shares(site: Site, parties: dict[str, tuple[int, dict[str, str]]]) -> Counter[str]:
@@ -198,12 +143,6 @@ async def test_two_callers_get_equal_shares_though_one_sends_ten_times_as_much(
         much, little = ({"authorization": f"Bearer {key.text}"} for key in keys)
         found = await shares(site, {"much": (200, much), "little": (20, little)})
     assert 0.9 <= found["much"] / found["little"] <= 1.1, found
-
-
-# Deadlines.
-
-
-# Reload.
 
 
 async def test_a_reload_applies_to_queued_requests_too(tmp_path: Path) -> None:

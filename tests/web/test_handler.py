@@ -65,30 +65,6 @@ async def is_drawn(proxy: ProxyOverNodes, first: ApiKey, second: ApiKey, subject
     return proxy.attempts[-1].node == home
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("isolate", "alice_and_bob", "bob_and_carol"),
-    [("off", True, True), ("group", False, True), ("key", False, False)],
-)
-@in_virtual_time
-async def test_only_prompts_of_the_same_scope_draw_a_request_to_their_node(
-    tmp_path: Path, isolate: str, alice_and_bob: bool, bob_and_carol: bool
-) -> None:
-    async with tenants(
-        tmp_path, *(caching() for _ in range(4)), cache={"isolate": isolate}
-    ) as proxy:
-
-        async def are_drawn(first: ApiKey, second: ApiKey) -> bool:
-            for number in range(8):  # By chance it is sent there every fourth time.
-                if not await is_drawn(proxy, first, second, f"{first.id}{number}"):
-                    return False
-            return True
-
-        assert await are_drawn(ALICE, BOB) is alice_and_bob
-        assert await are_drawn(BOB, CAROL) is bob_and_carol
-        assert await are_drawn(BOB, BOB)
-
-
 @pytest.mark.parametrize("path", GENERATION_PATHS)
 @in_virtual_time
 async def test_a_resumed_stream_hides_what_was_cached(tmp_path: Path, path: str) -> None:
@@ -118,24 +94,6 @@ async def test_a_resumed_stream_hides_what_was_cached(tmp_path: Path, path: str)
                 text = json.dumps(value)
                 assert '"cached_tokens": 0' in text or '"cached_tokens"' not in text
                 assert '"cache_read_input_tokens": 0' in text or "cache_read" not in text
-
-
-@in_virtual_time
-async def test_a_hidden_client_learns_its_place_in_the_queue_but_no_progress(
-    tmp_path: Path,
-) -> None:
-    slow = caching(slots=1, prefill_tps=200.0, decode_tps=10.0)
-    for hide in (True, False):
-        folder = tmp_path / str(hide)
-        await asyncio.to_thread(folder.mkdir)
-        async with tenants(folder, slow, cache={"hide": hide}) as proxy:
-            first = asyncio.create_task(proxy.ask(headers=as_(ALICE), max_tokens=40))
-            await until(lambda: slow.busy == 1)
-            body = {**prompt_field("/v1/chat/completions", LONG), "max_tokens": 2}
-            reply = await proxy.stream(headers=as_(BOB, **{"x-gateway-progress": "1"}), **body)
-            assert b": queued position=1" in reply.body
-            assert (b": prefill percent=" in reply.body) is not hide
-            assert (await first).status_code == 200
 
 
 @in_virtual_time

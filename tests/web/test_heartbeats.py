@@ -371,18 +371,6 @@ async def test_progress_of_the_prefill_is_reported(tmp_path: Path, path: str) ->
 
 
 @in_virtual_time
-async def test_progress_events_are_removed_together_with_other_additions(tmp_path: Path) -> None:
-    async with public(tmp_path, {**OFF, "resume": "exact"}, reading(), timings=OFTEN) as gate:
-        plain = await gate.ask(request(a_long(CHAT)))
-        found = await gate.ask(request(a_long(CHAT), ASKING))
-        assert READ.search(found.body)
-        events = events_of(without_marks(found.body))
-        assert events == events_of(without_marks(plain.body))
-        asked = json.loads(gate.node.seen[-1].body)
-        assert (asked["logprobs"], asked["return_progress"]) == (True, True)
-
-
-@in_virtual_time
 async def test_without_the_nodes_events_progress_is_estimated_from_its_speed(
     tmp_path: Path,
 ) -> None:

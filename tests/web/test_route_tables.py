@@ -409,28 +409,3 @@ async def test_what_a_role_reads_names_nobody_that_it_may_not_know(tmp_path: Pat
         for path in ("/v1/usage", "/v1/models", "/props"):
             response = await running.client.get(path, headers=as_admin)
             assert response.status_code == 401, path
-
-
-@in_virtual_time
-async def test_without_admin_keys_a_loopback_listener_needs_none() -> None:
-    async with gateway_with_keys(admin={}) as (gateway, _):
-        for route in ADMIN_ROUTES:
-            if route.method == "GET":
-                path = filled(route.path)
-                if route.path == "/admin/live":
-                    continue  # Nothing reads the live view of a bare gateway.
-                # A bare gateway has no store.
-                path = path.replace("unknown.js", "app.js")
-                missing = {
-                    "/admin/config/diff": 404,
-                    "/admin/cache": 404,
-                    "/admin/keys/{name}": 404,
-                    "/admin/requests/{id:path}/why": 404,
-                    "/admin/requests/ended": 501,
-                    "/admin/usage": 501,
-                    "/admin/usage/arrivals": 501,
-                }
-                if route.path.startswith("/admin/batches"):
-                    missing[route.path] = 501
-                wanted = missing.get(route.path, 200)
-                assert (await gateway.admin.get(path)).status_code == wanted, route.path
