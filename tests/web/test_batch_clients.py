@@ -132,6 +132,27 @@ def script(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
     return npm.install_script(pytestconfig, tmp_path_factory.mktemp("npm"), "batches.mjs")
 
 
+async def test_openai_uploads_creates_polls_reads_lists_and_deletes(
+    script: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "in.jsonl"
+    file.write_text("".join(chat_line(number) for number in range(5)))
+    async with gateway(tmp_path) as url:
+        told = await npm.run_script(script, url, "batch", KEY.text, file)
+    batch = told["batch"]
+    assert batch["status"] == "completed"
+    assert batch["request_counts"] == {"total": 5, "completed": 5, "failed": 0}
+    found = {
+        one["custom_id"]: one["response"] for one in map(json.loads, told["output"].splitlines())
+    }
+    for number in range(5):
+        text = found[f"näme {number}"]["body"]["choices"][0]["message"]["content"]
+        assert text == expected_chat_text(messages(number), 12)
+    assert told["listed"] == [batch["id"]]
+    assert (told["files"], told["filename"], told["conflict"]) == (True, "in.jsonl", 409)
+    assert (told["deleted"], told["gone"]) == (True, 404)
+
+
 async def test_openai_follows_a_background_response_through_a_killed_gateway(
     script: Path, tmp_path: Path
 ) -> None:

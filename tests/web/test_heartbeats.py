@@ -6,20 +6,15 @@ import asyncio
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from gateway.api.base import RELAYED, NumberedHeartbeats, ResponseRewriter
 from gateway.app.assembly import Timings
-from gateway.events import RequestRecord
-from gateway.transport.errors import InvalidResponse
-from gateway.web.handler import Heartbeat, RewritingWriter
 from tests.emulator import EmulatedNode
 from tests.emulator.raw_connection import RawConnection, raw_connection, unchunk
 from tests.gateways import running_gateway, until
-from tests.virtual import in_virtual_time, now
+from tests.virtual import in_virtual_time
 from tests.web.raw_client import CHAT, HELLO, Public, public, request
 
 BEATING = {"heartbeat": 0.1, "health": {"interval": 0.2}, "retries": {"backoff": 0.01}}
@@ -253,30 +248,6 @@ async def test_codex_gets_an_error_behind_heartbeats_with_the_next_number(tmp_pa
         assert b"event: error\n" in body
 
 
-def beating(seconds: float, exchange: Any, **served: Any) -> Heartbeat:
-    """A stream's heartbeat, by its own clock."""
-    exchange.set_heartbeat = lambda _: None
-    stream = SimpleNamespace(is_open=True, last_content_at=0.0)
-    request: Any = SimpleNamespace(
-        exchange=exchange, body_stream=stream, writer=None, heartbeat=lambda: RELAYED.heartbeat
-    )
-    vars(request).update(served)
-    handler: Any = SimpleNamespace(clock=now)
-    return Heartbeat(request, cast("Any", None), handler, seconds)
-
-
-@in_virtual_time
-async def test_a_heartbeat_that_a_lagging_client_is_spared_takes_no_number() -> None:
-    written, numbered = Written(), NumberedHeartbeats()
-    written.write_paused = True
-    beats = beating(1.0, written, heartbeat=numbered.heartbeat)
-    beats.send_now()
-    written.write_paused = False
-    beats.send_now()
-    beats.stop()
-    assert written.writes == [keepalive(0)]
-
-
 LINE = re.compile(rb": queued position=(\d+) expected_start=(\d+\.\d)\n")
 OFF: dict[str, Any] = {"heartbeat": "off", "health": {"interval": 0.5}}
 ASKING = "X-Gateway-Progress: 1"
@@ -317,11 +288,11 @@ LONG = "word " * 600
 READ = re.compile(rb": prefill percent=(\d+) processed=(\d+) total=(\d+)\n")
 RECKONED = re.compile(rb": prefill percent=(\d+) estimated=1\n")
 LONGS: dict[str, dict[str, Any]] = {
+    path: {name: LONG if value == "hello" else value for name, value in body.items()}
+    for path, body in BODIES.items()
+} | {
     CHAT: {"messages": [{"role": "user", "content": LONG}]},
-    "/v1/completions": {"prompt": LONG},
-    "/v1/responses": {"input": LONG},
     "/v1/messages": {"messages": [{"role": "user", "content": LONG}]},
-    "/completion": {"prompt": LONG},
     "/infill": {"input_prefix": LONG, "input_suffix": "x"},
 }
 TELLING = [path for path in LONGS if path != "/v1/messages"]
@@ -408,58 +379,3 @@ async def test_a_plain_response_has_neither_heartbeats_nor_progress(tmp_path: Pa
         found = await asyncio.gather(*(gate.chat(ASKING, max_tokens=9) for _ in range(2)))
         assert [one.status for one in found] == [200, 200]
         assert all(one.body.startswith(b"{") for one in found)
-
-
-class Shouting(ResponseRewriter):
-    """Makes letters large, nothing of digits, and fails on a question mark."""
-
-    def rewrite_events(self, events: bytes) -> bytes:
-        if b"?" in events:
-            raise InvalidResponse("That is a question")
-        return b"" if events.isdigit() else events.upper()
-
-
-class Written:
-    """Takes the part of an exchange, and keeps what is written."""
-
-    disconnected, response_started = False, True
-
-    def __init__(self) -> None:
-        self.writes: list[bytes] = []
-        self.write_paused = False
-
-    def write(self, data: bytes) -> bool:
-        assert data, "an empty chunk would end the response"
-        self.writes.append(data)
-        return self.write_paused
-
-
-def writer(written: Written) -> tuple[RewritingWriter, RequestRecord]:
-    record, exchange = RequestRecord("req_1", "/v1/chat/completions"), cast("Any", written)
-    return RewritingWriter(exchange, Shouting(), RELAYED, record, now), record
-
-
-@in_virtual_time
-async def test_a_heartbeat_takes_the_place_of_content_that_is_held_back() -> None:
-    written = Written()
-    made, _ = writer(written)
-    beats = beating(15.0, written, writer=made)
-    for held_back in [True] * 34 + [False] + [True] * 13:
-        made.write(b"1" if held_back else b"a")
-        await asyncio.sleep(1.0)
-    beats.stop()
-    assert written.writes == [b":\n", b":\n", b"A"]
-
-
-@in_virtual_time
-async def test_an_invalid_event_ends_the_stream_with_an_error() -> None:
-    written = Written()
-    made, record = writer(written)
-    beats = beating(15.0, written, writer=made)
-    made.write(b"?")
-    await asyncio.sleep(100.0)
-    made.write(b"a")
-    beats.stop()
-    [error] = written.writes
-    assert error.startswith(b'data: {"error":{"message":"That is a question.')
-    assert (record.status, record.reason) == (502, "node_failed")

@@ -14,15 +14,13 @@ from gateway.callers.keys import ApiKey, new_key
 from gateway.config.listeners import CorsSpec
 from gateway.errors import LONGEST_ECHO
 from gateway.http.heads import EXPOSED_HEADERS
-from gateway.nodes.node import NodeState
 from gateway.request.routes import ROUTES
 from gateway.web.asgi import asgi_app
 from gateway.web.site import suggest_path, with_cors
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
-from tests.gateways import Running, running_gateway, until
+from tests.gateways import Running, running_gateway
 from tests.nodes.build import a_spec
-from tests.virtual import in_virtual_time
 from tests.web.bare_gateway import CHAT, BareGateway, bare_gateway, client, error_of
 
 DEAD = "http://127.0.0.1:9"
@@ -343,37 +341,6 @@ async def test_a_request_without_a_model_gets_the_catch_alls_if_its_key_may_use_
         assert outcome(answer) == (400, "invalid_request")
         for word in ("default_model", "'declared'", "'demo'"):
             assert word in answer.json()["error"]["message"]
-
-
-@in_virtual_time
-async def test_a_down_nodes_model_is_known_and_blocks_no_unknown_names(tmp_path: Path) -> None:
-    settings = TO_DEMO | {"retries": {"wait_for_node": 0}}
-    async with running_gateway(
-        tmp_path, [EmulatedNode(), phi := EmulatedNode(model="phi"), DEAD], settings
-    ) as running:
-        nodes = running.gateway.fleet.nodes
-        await until(lambda: nodes["node-1"].state is NodeState.READY)
-        await phi.kill()
-        await until(lambda: {nodes[f"node-{n}"].state for n in (1, 2)} == {NodeState.DOWN})
-        assert outcome(await asked(running, "phi")) == (503, "no_node")
-        assert (await asked(running, "gpt-4o")).status_code == 200
-
-
-@in_virtual_time
-async def test_the_catch_all_waits_for_a_starting_node_to_report_its_models(
-    tmp_path: Path,
-) -> None:
-    async with EmulatedNode() as demo, EmulatedNode(model="phi") as phi:
-        phi.loading = True
-        async with running_gateway(tmp_path, [demo.url, phi.url], TO_DEMO) as running:
-            nodes = running.gateway.fleet.nodes
-            await until(lambda: nodes["node-1"].state is NodeState.LOADING)
-            assert outcome(await asked(running, "phi")) == (503, "no_node")
-            assert (await asked(running, "demo")).status_code == 200
-            phi.loading = False
-            await until(lambda: nodes["node-1"].state is NodeState.READY)
-            assert (await asked(running, "phi")).headers["x-gateway-node"] == "node-1"
-            assert (await asked(running, "gpt-4o")).headers["x-gateway-node"] == "node-0"
 
 
 async def test_a_key_needs_the_name_or_the_star(tmp_path: Path) -> None:
