@@ -31,7 +31,7 @@ from gateway.api.resuming import data_event
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.transport.errors import InvalidResponse
-from tests.api.events import TIMINGS, answering, assembled, event, values
+from tests.api.events import answering, assembled, event, values
 from tests.each_case import each_case
 from tests.gateways import NO_TLS
 from tests.servers import demo_servers
@@ -101,20 +101,6 @@ def test_a_message_is_assembled_with_tools_and_reasoning() -> None:
 
 
 # Usage.
-
-
-def test_a_stream_reports_the_prompts_tokens_at_its_beginning() -> None:
-    usage = {"input_tokens": 5, "cache_read_input_tokens": 40, "output_tokens": 1}
-    opening = event({"type": "message_start", "message": {"usage": usage}}, "message_start")
-    tail = event({"type": "message_delta", "usage": {"output_tokens": 9}}, "message_delta")
-    found = MESSAGES.read_usage(tail, opening)
-    assert found is not None
-    assert (found.prompt_tokens, found.cached_tokens, found.completion_tokens) == (45, 40, 9)
-    # The server's own figures need no opening.
-    timed = event({"type": "message_stop", "timings": TIMINGS})
-    found = MESSAGES.read_usage(timed, opening)
-    assert found is not None
-    assert found.prompt_tokens == 14
 
 
 # After a resumption.
@@ -280,20 +266,6 @@ def test_blocks_become_parts_calls_and_results() -> None:
         tool | {"content": [shown]},
         {"role": "user", "content": [shown]},
     ]
-
-
-def test_a_large_body_without_a_format_passes_as_it_is() -> None:
-    for more in ({"output_config": {"effort": "low"}}, {"output_config": 7}):
-        body = msgspec.json.encode(HELLO | more | {"system": "a" * 100_000})
-        assert MESSAGES.needs_translation("/v1/messages", body, Settings())
-        translation = run_at_once(MESSAGES.translate(body, lambda _: True))
-        assert translation.path == "/v1/messages"
-        assert translation.body is body
-    broken = b'{"output_config": {"format": "' + b"a" * 100_000
-    assert run_at_once(MESSAGES.translate(broken, lambda _: True)).body is broken
-    with pytest.raises(GatewayError):
-        # A node would answer it from its prompt cache.
-        run_at_once(MESSAGES.translate(broken, lambda _: True, prompt_cache=False))
 
 
 @each_case("messages", [None, "x", {"role": "user"}, 7])

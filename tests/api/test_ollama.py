@@ -243,21 +243,6 @@ def test_embeddings_come_in_the_order_of_their_texts() -> None:
     assert plain(rewriter, content) == {"embedding": [1.0, 0.0, 0.0]}
 
 
-def test_large_responses_are_rewritten_in_steps_as_small_ones_are_at_once() -> None:
-    vectors = [[float(at), 0.5] * 500 for at in range(300)]
-    data = [{"index": 299 - at, "embedding": one} for at, one in enumerate(vectors)]
-    content = json.dumps({"data": data}, separators=(",", ":")).encode()
-    steps = translation(OLLAMA_EMBED, input=["a"]).rewriter.rewrite_body(content)
-    assert len(list(steps)) > 5
-    rewriter = translation(OLLAMA_EMBED, input=["a"]).rewriter
-    assert plain(rewriter, content)["embeddings"] == vectors[::-1]
-    likely = [{"id": 1, "token": "t", "logprob": -0.5, "top_logprobs": [{"token": "t"}]}] * 2000
-    choice = {"message": {"content": "t"}, "logprobs": {"content": likely}, "finish_reason": "stop"}
-    content = json.dumps({"choices": [choice]}).encode()
-    assert len(list(chatting().rewrite_body(content))) == 4
-    assert len(plain(chatting(), content)["logprobs"]) == 2000
-
-
 def test_an_error_is_a_text_with_the_clients_names_of_fields() -> None:
     error = errors.invalid_request("'max_tokens' and 'messages' are wrong.", "messages")
     body = b"{\"error\":\"'options.num_predict' and 'messages' are wrong.\"}"

@@ -36,7 +36,7 @@ from tests.forward.proxy_over_nodes import (
     proxy_over,
     two_nodes,
 )
-from tests.forward.test_resume import GREEDY, PATHS, check_whole, nodes, two_writers
+from tests.forward.test_resume import GREEDY, PATHS, check_whole, two_writers
 from tests.gateways import until
 from tests.virtual import in_virtual_time, now
 
@@ -93,18 +93,6 @@ async def test_an_endpoint_that_no_node_has_is_501_with_the_nodes_hint(
         assert (one.requests, two.requests) == ((0, 0) if known else (1, 1))
         assert [proxy.node(name).failures for name in "ab"] == [0, 0]
         assert (await proxy.ask()).status_code == 200
-
-
-@in_virtual_time
-async def test_a_501_about_one_request_excludes_no_node_for_others(tmp_path: Path) -> None:
-    node = EmulatedNode(prefill_tps=1000.0, decode_tps=50.0)
-    async with proxy_over(tmp_path, node) as proxy:
-        assert (await proxy.ask()).status_code == 200
-        proxy.app.bus.flush()
-        for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):
-            node.faults.next("status", status=501)
-            assert (await proxy.ask(path)).status_code == 501
-            assert (await proxy.ask(path)).status_code == 200
 
 
 # Forms.
@@ -526,15 +514,6 @@ async def test_when_all_nodes_want_a_pause_the_client_gets_429_with_the_shortest
 
 
 @in_virtual_time
-async def test_a_429_without_a_time_names_one(tmp_path: Path) -> None:
-    async with two_nodes(tmp_path) as (proxy, one, two):
-        decline(one, 429)
-        decline(two, 429)
-        reply, _ = await all_limited(proxy, GENERATION_PATHS[0])
-        assert reply.headers["retry-after"] == "5"
-
-
-@in_virtual_time
 async def test_a_short_pause_of_all_nodes_is_waited_for(tmp_path: Path) -> None:
     one, retries = EmulatedNode(), {"backoff_max": 2.0}
     async with proxy_over(tmp_path, one, nodes=(HOSTED,), retries=retries) as proxy:
@@ -566,24 +545,6 @@ async def test_a_pause_counts_unless_another_node_failed(tmp_path: Path) -> None
                 assert reply.headers["retry-after"] == "30"
 
     await check()
-
-
-@pytest.mark.parametrize(("path", "at"), [*((path, None) for path in PATHS), (PATHS[0], "/props")])
-@in_virtual_time
-async def test_a_node_that_declines_to_resume_a_stream_is_left_for_another(
-    tmp_path: Path, path: str, at: str | None
-) -> None:
-    one, two, three = nodes(3)
-    in_order: tuple[dict[str, Any], ...] = ({"speed_hint": 100.0}, {"speed_hint": 50.0}, {})
-    async with proxy_over(tmp_path, one, two, three, nodes=in_order) as proxy:
-        whole = await proxy.stream(path, **BODIES[path] | GREEDY)
-        one.faults.next("close", after_events=9)
-        two.faults.set("status", status=402 if at is None else 451, path=at)
-        check_whole(path, await proxy.stream(path, **BODIES[path] | GREEDY), whole)
-        two.faults.clear()
-        await proxy.settled()
-        assert [outcome for node, outcome in proxy.outcomes if node == "b"] == ["refused"]
-        assert proxy.node("b").failures == 0
 
 
 @in_virtual_time

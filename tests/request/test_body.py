@@ -36,8 +36,6 @@ from gateway.request.body import (
 from gateway.request.media import find_links
 from gateway.request.preparation import can_assemble, split_prompts
 from gateway.request.prompt_key import (
-    BLOCK_BYTES,
-    MOST_BLOCKS,
     VolatileLines,
     build_prompt_key,
     prompt_key_steps,
@@ -92,18 +90,14 @@ WIDE = {"image_url": {"url": data_url(png(560, 280) + bytes(9000))}}
 @each_case(
     ("prompt", "text", "ids", "media", "least"),
     [
-        (raw([5, 6, 7]), 0, 3, 0, 3),
-        (raw("x" * 400), 402, 0, 0, 100),
-        (msgspec.Raw(), 0, 0, 0, 0),
+        (raw([5, 6, 7]), 0, 3, 0, 3), (raw("x" * 400), 402, 0, 0, 100), (msgspec.Raw(), 0, 0, 0, 0),
         # As the model sees it: three bytes for an escaped Chinese character, one for a quote.
-        (raw(100 * "\u4e2d"), 302, 0, 0, 25),
-        (raw(100 * '\n"'), 202, 0, 0, 100),
+        (raw(100 * "\u4e2d"), 302, 0, 0, 25), (raw(100 * '\n"'), 202, 0, 0, 100),
         # Images count as tokens, not by their base64; at least as the fewest that they cost.
         (raw([{"role": "user", "content": [WIDE]}]), 61, 0, 200, 215),
-        (raw([OPAQUE, OPAQUE]), 80, 0, None, 530),
-        (raw([SMALL]), 39, 0, 8, 17),
+        (raw([OPAQUE, OPAQUE]), 80, 0, None, 530), (raw([SMALL]), 39, 0, 8, 17),
     ],
-)
+)  # fmt: skip
 def test_a_prompt_is_measured_in_text_ids_and_media(
     prompt: msgspec.Raw, text: int, ids: int, media: int | None, least: int
 ) -> None:
@@ -215,20 +209,6 @@ def test_a_large_body_is_read_as_a_small_one_is(path: str, body: dict[str, Any])
     if key is not None and small_key is not None:
         assert key.blocks == small_key.blocks
         assert key.size == pytest.approx(small_key.size, rel=0.3)
-
-
-def test_a_prompt_key_has_bounded_blocks_and_the_whole_size() -> None:
-    for content in ("x" * 6_000_000, [{"type": "text", "text": "x" * 1000}] * 6000):
-        data, found = large({"messages": [{"role": "user", "content": content}] * 2})
-        route = ROUTES["/v1/chat/completions"]
-        steps, key = counted(prompt_key_steps(found, route, "m", VolatileLines(), HASH))
-        whole = build_prompt_key(data, route, "m", VolatileLines(), HASH)
-        assert whole is not None
-        assert len(key.blocks) <= MOST_BLOCKS
-        common = min(len(key.blocks), 2_000_000 // BLOCK_BYTES)
-        assert key.blocks[:common] == whole.blocks[:common]
-        assert key.size == pytest.approx(len(data), rel=0.05)
-        assert steps < 100
 
 
 def test_a_large_body_is_edited_as_a_small_one_is() -> None:

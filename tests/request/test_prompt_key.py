@@ -112,14 +112,6 @@ def test_escapes_and_white_space_make_no_difference(text: str) -> None:
         assert found.blocks == key_of(body).blocks
 
 
-def test_fields_that_no_template_uses_make_no_difference() -> None:
-    body = chat(LONG, "a")
-    marked = chat(LONG, "a")
-    for message in marked["messages"]:
-        message |= {"id": "1", "cache_control": {"type": "ephemeral"}, "timestamp": 3}
-    assert key_of(body).blocks == key_of(marked).blocks
-
-
 def test_models_share_nothing() -> None:
     body = chat(LONG, "a")
     assert shared(key_of(body, model="a"), key_of(body, model="b")) == 0
@@ -235,16 +227,6 @@ def test_ids_are_counted() -> None:
 def test_several_prompts_have_no_key_and_one_in_a_list_has_its_own(prompt: Any) -> None:
     assert maybe_plain_key(prompt, pad=LONG) is None
     assert plain_key([LONG]).blocks == plain_key(LONG).blocks
-
-
-def test_an_infill_keeps_the_text_before_the_cursor() -> None:
-    def infill(prefix: str) -> PromptKey:
-        body = {"input_prefix": prefix, "input_suffix": "end", "input_extra": [{"text": LONG}]}
-        return key_of(body, "/infill")
-
-    before, after = infill(LONG), infill(LONG + "more")
-    assert after.blocks == before.blocks
-    assert after.size == before.size + 4
 
 
 BILLING = "x-anthropic-billing-header: cc_version=2.1.88.{}; cc_entrypoint=cli; cch={};"
@@ -433,12 +415,6 @@ def test_everything_else_keeps_its_bytes() -> None:
 def test_an_escape_hides_no_line() -> None:
     hidden = "".join(f"\\u{ord(letter):04x}" for letter in LINE)
     assert STRIP.strip_edit(b'{"system":"%b"}' % hidden.encode()) != {}
-
-
-def test_a_stripped_line_is_left_out_of_keys_too() -> None:
-    volatile = VolatileLines(["Now: "], ["Today: "])
-    assert volatile.ignored.remove_from(f"{LINE}\nNow: 1\nToday: 2\nYou") == "You"
-    assert volatile.stripped.remove_from(f"{LINE}\nNow: 1\nToday: 2\nYou") == f"{LINE}\nNow: 1\nYou"
 
 
 @each_case(

@@ -281,18 +281,6 @@ async def test_an_error_names_only_states_to_clients_that_may_not_see_nodes(
 
 
 @in_virtual_time
-async def test_a_node_that_serves_nothing_does_not_make_a_name_503(tmp_path: Path) -> None:
-    async with EmulatedNode() as server:
-        nodes: list[dict[str, object]] = [
-            {"name": "a", "url": server.url},
-            {"name": "off", "url": DEAD, "enabled": False},
-            {"name": "spare", "url": DEAD, "standby": True},
-        ]
-        async with running_gateway(tmp_path, nodes) as running:
-            assert outcome_of(await asked(running, model="nobody")) == (404, "model_not_found")
-
-
-@in_virtual_time
 async def test_a_down_node_is_known_by_its_models_after_a_restart(tmp_path: Path) -> None:
     async with EmulatedNode(model="mistral-7b") as server:
         nodes = [{"name": "a", "url": server.url}]

@@ -362,18 +362,6 @@ async def test_without_the_nodes_events_progress_is_estimated_from_its_speed(
 
 
 @in_virtual_time
-async def test_progress_events_count_as_no_tokens(tmp_path: Path) -> None:
-    async with public(tmp_path, OFF, reading(decode_tps=20.0)) as gate:
-        async with raw_connection(gate.url) as wire:
-            await wire.send(request(a_long(CHAT, max_tokens=3000), ASKING))
-            await wire.until(b'"content"')
-        ended = await gate.last()
-        assert ended.status == 499
-        # One more comes first, as the role does in every chat.
-        assert ended.completion_tokens <= gate.node.engine.tokens + 1
-
-
-@in_virtual_time
 async def test_a_plain_response_has_neither_heartbeats_nor_progress(tmp_path: Path) -> None:
     async with public(tmp_path, BEATING, slow()) as gate:
         found = await asyncio.gather(*(gate.chat(ASKING, max_tokens=9) for _ in range(2)))

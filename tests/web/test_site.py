@@ -12,7 +12,6 @@ from starlette.routing import Route
 
 from gateway.callers.keys import ApiKey, new_key
 from gateway.config.listeners import CorsSpec
-from gateway.errors import LONGEST_ECHO
 from gateway.http.heads import EXPOSED_HEADERS
 from gateway.request.routes import ROUTES
 from gateway.web.asgi import asgi_app
@@ -110,16 +109,6 @@ async def test_an_encoded_slash_is_part_of_a_name_and_divides_no_path() -> None:
             assert (response.status_code, said in response.text) == (status, True), (
                 method, path, response.text,
             )  # fmt: skip
-
-
-async def test_an_unknown_model_is_404_with_the_known_ones() -> None:
-    async with bare_gateway(EmulatedNode()) as gateway:
-        response = await gateway.public.get("/v1/models/nobody-has-it")
-        long = await gateway.public.get("/v1/models/" + "x" * 5000)
-    error = error_of(response)
-    assert (response.status_code, error["code"]) == (404, "model_not_found")
-    assert "'demo'" in error["message"]
-    assert len(error_of(long)["message"]) < LONGEST_ECHO + 200
 
 
 async def test_a_key_sees_only_the_models_it_may_use() -> None:
