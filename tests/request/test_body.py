@@ -143,17 +143,6 @@ IMAGE = {"type": "image_url", "image_url": {"url": data_url(png(560, 280) + byte
 LONG = 'Hello «world», \\ "quoted" 😀\n' * 700
 
 
-def counted(work: Generator[None, None, Any]) -> tuple[int, Any]:
-    """How many steps it took, and its result."""
-    steps = 0
-    while True:
-        try:
-            next(work)
-        except StopIteration as end:
-            return steps, end.value
-        steps += 1
-
-
 def large(body: dict[str, Any] | bytes) -> tuple[bytes, LargeBody]:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     return data, run_at_once(read_large_body(data, LIMITS))

@@ -74,20 +74,11 @@ async def ask(
 
 async def test_a_batch_is_created_shown_paused_resumed_and_cancelled(tmp_path: Path) -> None:
     async with gateway(tmp_path) as running, client(running) as alice:
-        file = await uploaded(alice)
-        made = await alice.batches.create(
-            input_file_id=file.id,
-            endpoint=CHAT,
-            completion_window="24h",
-            metadata={"night": "run ä"},
-            output_expires_after={"anchor": "created_at", "seconds": 3600},
-        )
-        assert (made.object, made.endpoint, made.input_file_id) == ("batch", CHAT, file.id)
+        after: Any = {"anchor": "created_at", "seconds": 3600}
+        made = await created(alice, metadata={"night": "run ä"}, output_expires_after=after)
+        assert (made.object, made.endpoint, made.metadata) == ("batch", CHAT, {"night": "run ä"})
         assert (made.status, made.completion_window) == ("validating", "24h")
         assert made.expires_at == made.created_at + 86400
-        assert made.metadata == {"night": "run ä"}
-        assert made.request_counts is not None
-        assert made.request_counts.to_dict() == {"total": 0, "completed": 0, "failed": 0}
         for name in (
             *("errors", "output_file_id", "error_file_id", "in_progress_at", "finalizing_at"),
             *("completed_at", "failed_at", "expired_at", "cancelling_at", "cancelled_at"),
@@ -97,10 +88,8 @@ async def test_a_batch_is_created_shown_paused_resumed_and_cancelled(tmp_path: P
         runs = await reaches(alice, made.id, "in_progress")
         assert runs.request_counts is not None
         assert runs.request_counts.to_dict() == {"total": 2, "completed": 0, "failed": 0}
-        assert runs.in_progress_at is not None
-        assert runs.model == "m"
-        own = runs.to_dict()["llama_gateway"]
-        assert isinstance(own, dict)
+        assert (runs.in_progress_at is not None, runs.model) == (True, "m")
+        own: Any = runs.to_dict()["llama_gateway"]
         unfinished = int(own["waiting"]) + int(own["running"])  # lines may have been claimed by now
         assert (unfinished, own["paused"], own["cost"]) == (2, None, 0)
 
@@ -114,11 +103,9 @@ async def test_a_batch_is_created_shown_paused_resumed_and_cancelled(tmp_path: P
         assert cancelled.status in {"cancelling", "cancelled"}
         assert cancelled.cancelling_at is not None
         ended = await reaches(alice, made.id, "cancelled")
-        assert ended.cancelled_at is not None
-        assert ended.output_file_id is None
+        assert (ended.cancelled_at is not None, ended.output_file_id) == (True, None)
+        assert (await alice.batches.cancel(made.id)).to_dict() == ended.to_dict()
         assert ended.error_file_id is not None
-        again = await alice.batches.cancel(made.id)
-        assert again.to_dict() == ended.to_dict()
         errors = (await alice.files.content(ended.error_file_id)).text.splitlines()
         assert [json.loads(one)["error"]["code"] for one in errors] == ["batch_cancelled"] * 2
         kept = await alice.files.retrieve(ended.error_file_id)

@@ -29,6 +29,11 @@ GATEWAY_VERSION = "1.2.3"
 
 CALLER, LIMITED = new_key("caller"), new_key("limited")
 ADMIN_KEYS = {role: new_key(f"the-{role.label}") for role in AdminRole}
+ADMIN = {
+    "keys": [
+        {"id": key.id, "sha256": key.sha256, "role": role.label} for role, key in ADMIN_KEYS.items()
+    ]
+}
 WRONG = new_key("caller").text
 """A key of a known id with another secret."""
 QUESTIONS = {
@@ -50,30 +55,17 @@ async def gateway_with_keys(**more: Any) -> AsyncIterator[tuple[BareGateway, tup
                 {"id": "caller", "sha256": CALLER.sha256, "name": "holder-nobody-knows"},
                 {"id": "limited", "sha256": LIMITED.sha256, "models": [OTHER_MODEL]},
             ],
-            "admin": {
-                "keys": [
-                    {"id": key.id, "sha256": key.sha256, "role": role.label}
-                    for role, key in ADMIN_KEYS.items()
-                ]
-            },
+            "admin": ADMIN,
             "models": {OTHER_MODEL: {"use": MODEL}},
             **more,
         }
         spec = a_spec(NODE, node.url, labels={"rack": "rack-nobody-knows"}, cost_per_hour=0.77)
         async with bare_gateway(spec, settings=settings, serving=True) as gateway:
             secrets = (
-                NODE,
-                MODEL,
-                OTHER_MODEL,
-                "holder-nobody-knows",
-                "rack-nobody-knows",
-                "b7777",
-                node.url.rpartition(":")[2],
-                GATEWAY_VERSION,
-                __version__,
-                "0.77",
+                NODE, MODEL, OTHER_MODEL, "holder-nobody-knows", "rack-nobody-knows", "b7777",
+                node.url.rpartition(":")[2], GATEWAY_VERSION, __version__, "0.77",
                 *(key.sha256 for key in (CALLER, LIMITED, *ADMIN_KEYS.values())),
-            )
+            )  # fmt: skip
             yield gateway, secrets
 
 
@@ -335,24 +327,9 @@ async def test_a_role_may_use_its_paths_and_those_of_lower_roles_by_their_method
 
 async def test_what_a_role_reads_names_nobody_that_it_may_not_know(tmp_path: Path) -> None:
     """With a real store: keys, callers, users and the audit log are there to be told."""
-    admin = {
-        "keys": [
-            {"id": key.id, "sha256": key.sha256, "role": role.label}
-            for role, key in ADMIN_KEYS.items()
-        ]
-    }
-    settings = {
-        "admin": admin,
-        "keys": [
-            {
-                "id": CALLER.id,
-                "sha256": CALLER.sha256,
-                "name": "holder-nobody-knows",
-                "trust_user_headers": True,
-                "limits": {"rpm": 1000},
-            }
-        ],
-    }
+    holder = {"id": CALLER.id, "sha256": CALLER.sha256, "name": "holder-nobody-knows"}
+    keys = [{**holder, "trust_user_headers": True, "limits": {"rpm": 1000}}]
+    settings = {"admin": ADMIN, "keys": keys}
     hashes = {key.sha256 for key in (CALLER, *ADMIN_KEYS.values())}
     unknown = {
         AdminRole.VIEWER: {"holder-nobody-knows", "stored-nobody-knows", "user-nobody-knows"},
