@@ -52,8 +52,7 @@ OPENINGS: list[tuple[Api, bytes]] = [
     (CHAT, chat({"role": "assistant", "content": None, "tool_calls": []})),
     (CHAT, chat({"role": "assistant"}, prompt_progress={"total": 9, "processed": 3})),
     (CHAT, event({"choices": [], "prompt_filter_results": []})),
-    (CHAT, event({"choices": [], "usage": None})),
-    (COMPLETIONS, text("")),
+    (CHAT, event({"choices": [], "usage": None})), (COMPLETIONS, text("")),
     (MESSAGES, named("message_start", message={})),
     (MESSAGES, named("content_block_start", index=0)),
     (NATIVE, event({"content": "", "tokens": [], "stop": False})),
@@ -61,25 +60,21 @@ OPENINGS: list[tuple[Api, bytes]] = [
     (RESPONSES, named("response.created")),
     (RESPONSES, named("response.in_progress", prompt_progress={})),
     (RESPONSES, named("response.content_part.added")),
-]
+]  # fmt: skip
 CONTENTS: list[tuple[Api, bytes]] = [
-    (CHAT, chat({"content": "a"})),
-    (CHAT, chat({"reasoning_content": "a"})),
-    (CHAT, chat({"tool_calls": [{"index": 0}]})),
-    (CHAT, chat({"refusal": "no"})),
-    (CHAT, chat({}, "length")),
-    (CHAT, event({"choices": [], "usage": {"prompt_tokens": 1}})),
-    (COMPLETIONS, text("a")),
-    (COMPLETIONS, text("", "stop")),
+    *((CHAT, chat(delta)) for delta in (
+        {"content": "a"}, {"reasoning_content": "a"}, {"tool_calls": [{"index": 0}]},
+        {"refusal": "no"})),
+    (CHAT, chat({}, "length")), (CHAT, event({"choices": [], "usage": {"prompt_tokens": 1}})),
+    (COMPLETIONS, text("a")), (COMPLETIONS, text("", "stop")),
     (COMPLETIONS, event({"choices": [], "usage": {"prompt_tokens": 1}})),
     (MESSAGES, named("content_block_delta", delta={"text": "a"})),
     (MESSAGES, named("message_delta", delta={"stop_reason": "end_turn"})),
-    (NATIVE, event({"content": "a", "stop": False})),
     (NATIVE, event({"content": "", "tokens": [5], "stop": False})),
     (NATIVE, event({"content": "", "stop": True})),
     (RESPONSES, named("response.output_text.delta", delta="a")),
     (RESPONSES, named("response.completed", response={})),
-]
+]  # fmt: skip
 NODE_ERROR = {"code": 500, "message": "Compute error.", "type": "server_error"}
 
 
@@ -210,9 +205,7 @@ def test_a_text_of_another_type_can_not_be_assembled(data: bytes) -> None:
 
 
 @in_virtual_time
-async def test_a_plain_response_is_asked_for_if_a_stream_can_not_be_assembled(
-    tmp_path: Path,
-) -> None:
+async def test_a_stream_that_can_not_be_assembled_is_asked_for_plain(tmp_path: Path) -> None:
     async with proxy_over(tmp_path, one := EmulatedNode(answer_tokens=20)) as proxy:
         one.faults.next("insert", after_events=5, what="done")
         reply = await proxy.ask()

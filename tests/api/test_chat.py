@@ -74,9 +74,7 @@ def test_usage_is_wanted_only_if_it_is_asked_for() -> None:
         ({"index": 0, "logprobs": {"content": []}}, "probabilities"),
     ],
 )
-def test_what_cannot_be_repeated_makes_a_stream_unresumable(
-    choice: dict[str, Any], reason: str
-) -> None:
+def test_what_cannot_be_repeated_is_not_resumed(choice: dict[str, Any], reason: str) -> None:
     transcript = Transcript()
     assert read_chunk(transcript, {"id": "x", "choices": [choice]}) == [choice]
     assert transcript.unresumable is not None

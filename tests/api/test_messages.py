@@ -130,9 +130,7 @@ def ended(reason: str, sequence: str | None) -> JsonObject:
         (ended("max_tokens", None), ended("max_tokens", None)),
     ],
 )
-def test_a_stop_sequence_is_told_if_it_is_the_clients(
-    before: JsonObject, after: JsonObject
-) -> None:
+def test_a_clients_stop_sequence_is_told(before: JsonObject, after: JsonObject) -> None:
     repair = stop_repair({"stop_sequences": ["a", "b\n", 7]})
     assert repair is not None
     text = event({"type": "content_block_delta", "delta": {"text": '"stop_sequence":"a"'}})

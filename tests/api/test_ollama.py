@@ -471,9 +471,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
 
 
 @each_case(("ask", "body", "message"), WRONG)
-def test_a_wrong_field_is_named_as_the_client_named_it(
-    ask: Any, body: dict[str, Any], message: str
-) -> None:
+def test_a_wrong_field_has_the_clients_name(ask: Any, body: dict[str, Any], message: str) -> None:
     with pytest.raises(GatewayError) as raised:
         ask(**body)
     assert raised.value.status == 400
@@ -493,9 +491,7 @@ DEEP = b"[" * 100_000 + b"]" * 100_000
         (translate_chat, b'{"model":"m","options":{"stop":%b}}' % DEEP, "nested too deeply"),
     ],
 )
-def test_a_number_a_string_and_lists_without_an_end_and_no_utf8_are_refused(
-    translate: Any, body: bytes, said: str
-) -> None:
+def test_endless_values_and_no_utf8_are_refused(translate: Any, body: bytes, said: str) -> None:
     with pytest.raises(GatewayError, match=said) as raised:
         run_at_once(translate(body, no_model))
     assert raised.value.status == 400
@@ -510,7 +506,7 @@ TEXTS = st.sampled_from(
 
 
 @given(st.lists(TEXTS, min_size=1, max_size=5), st.booleans(), st.sampled_from([None, 1]))
-def test_a_large_body_is_translated_like_a_small_one(
+def test_large_and_small_bodies_are_translated_alike(
     texts: list[str], ascii_only: bool, indent: int | None
 ) -> None:
     call = {"id": "a", "function": {"name": "f", "arguments": {"text": texts[0]}}}
@@ -565,9 +561,7 @@ LARGE_CALL = {"function": {"name": "f", "arguments": {"text": "z" * (MOST_PARSED
         (generate, {"images": TOO_MANY_IMAGES}, "images"),
     ],
 )
-def test_too_many_parts_and_calls_of_megabytes_are_refused(
-    ask: Any, body: dict[str, Any], param: str
-) -> None:
+def test_too_many_or_large_parts_are_refused(ask: Any, body: dict[str, Any], param: str) -> None:
     with pytest.raises(GatewayError) as raised:
         ask(**body)
     assert (raised.value.status, raised.value.param) == (400, param)

@@ -43,7 +43,7 @@ from tests.virtual import in_virtual_time, now
 
 @pytest.mark.parametrize(("status", "stream"), [(400, False), (400, True), (422, False)])
 @in_virtual_time
-async def test_an_error_of_the_clients_passes_through_without_a_retry(
+async def test_a_clients_error_passes_through_without_a_retry(
     tmp_path: Path, status: int, stream: bool
 ) -> None:
     async with two_nodes(tmp_path) as (proxy, one, two):
@@ -221,7 +221,7 @@ WORDS = " ".join(150 * ["a"])
     ("path", "stream"), [*((path, True) for path in GENERATION_PATHS), (GENERATION_PATHS[0], False)]
 )
 @in_virtual_time
-async def test_a_prompt_that_is_too_long_goes_to_a_larger_node_once(
+async def test_a_prompt_too_long_goes_to_a_larger_node_once(
     tmp_path: Path, path: str, stream: bool
 ) -> None:
     small, large = EmulatedNode(context=120), EmulatedNode(context=4096)
@@ -234,7 +234,7 @@ async def test_a_prompt_that_is_too_long_goes_to_a_larger_node_once(
 
 @pytest.mark.parametrize("stream", [False, True])
 @in_virtual_time
-async def test_a_prompt_that_is_too_long_for_all_is_400_with_the_context(
+async def test_a_prompt_too_long_for_all_is_400_with_the_context(
     tmp_path: Path, stream: bool
 ) -> None:
     small, other = EmulatedNode(context=120), EmulatedNode(context=121)
@@ -463,7 +463,7 @@ async def test_what_all_nodes_decline_has_failed_and_is_not_repeated(
 
 @pytest.mark.parametrize("status", [402, 429])
 @in_virtual_time
-async def test_a_model_whose_endpoint_wants_a_pause_leaves_requests_to_the_next_of_its_alias(
+async def test_the_next_model_of_an_alias_serves_while_one_pauses(
     tmp_path: Path, status: int
 ) -> None:
     first, second = EmulatedNode(), EmulatedNode()
@@ -494,7 +494,7 @@ async def all_limited(proxy: ProxyOverNodes, path: str, **more: Any) -> tuple[An
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", GENERATION_PATHS)
 @in_virtual_time
-async def test_when_all_nodes_want_a_pause_the_client_gets_429_with_the_shortest(
+async def test_a_pause_of_all_nodes_is_429_with_the_shortest(
     tmp_path: Path, path: str, stream: bool
 ) -> None:
     servers = [EmulatedNode() for _ in range(3)]

@@ -56,9 +56,7 @@ def test_text_can_be_resumed(api: Api, body: dict[str, Any], more: dict[str, Any
         {"tools": [{}], "tool_choice": {"type": "function"}},
     ],
 )  # fmt: skip
-def test_more_than_free_text_can_not_be_resumed(
-    api: Api, body: dict[str, Any], more: dict[str, Any]
-) -> None:
+def test_only_free_text_is_resumed(api: Api, body: dict[str, Any], more: dict[str, Any]) -> None:
     assert api.unresumable_reason(body | more, Transcript())
 
 
@@ -107,9 +105,7 @@ LIMITS: list[tuple[Api, dict[str, Any]]] = [
 
 
 @each_case(("api", "limit"), LIMITS)
-def test_limited_reasoning_can_be_resumed_only_when_it_is_over(
-    api: Api, limit: dict[str, Any]
-) -> None:
+def test_limited_reasoning_is_resumed_when_it_is_over(api: Api, limit: dict[str, Any]) -> None:
     begun = Transcript(reasoning_pieces=["so"])
     over = Transcript(reasoning_pieces=["so"], content_pieces=["a"])
     assert api.unresumable_reason(HELLO | limit, begun)
@@ -165,9 +161,7 @@ def final_events(api: Api, transcript: Transcript, reason: str) -> bytes:
         (MESSAGES, Transcript(open_blocks={0: "text"}, token_count=2), '"max_tokens"'),
     ],
 )
-def test_a_response_of_complete_text_is_ended(
-    api: Api, transcript: Transcript, reason: str
-) -> None:
+def test_complete_text_is_ended(api: Api, transcript: Transcript, reason: str) -> None:
     out = final_events(api, transcript, "length")
     assert reason in out.decode()
     last: dict[str, Any] = values(out)[-1]
@@ -189,9 +183,7 @@ def test_a_response_of_complete_text_is_ended(
         (b'event: error\ndata: {"message":"no"}\n\n', NodeReportedError),
     ],
 )
-def test_a_continuation_that_can_not_be_read_is_sent_to_nobody(
-    data: bytes, error: type[Exception]
-) -> None:
+def test_an_unreadable_continuation_is_sent_to_nobody(data: bytes, error: type[Exception]) -> None:
     rewriter = ChatRewriter(Transcript(first_event=IDENTITY), SPLICE_POINT)
     with pytest.raises(error):
         rewriter.rewrite_events(data)

@@ -71,9 +71,7 @@ def cut(draw: st.DrawFn, data: bytes) -> list[bytes]:
 
 
 @given(st.data(), st.one_of(streams((b"\n",)), streams((b"\r\n",))))
-def test_events_are_counted_and_comments_are_not(
-    data: st.DataObject, made: tuple[bytes, int]
-) -> None:
+def test_events_alone_are_counted(data: st.DataObject, made: tuple[bytes, int]) -> None:
     stream, count = made
     framer = EventFramer(LIMIT)
     for chunk in data.draw(cut(stream)):
@@ -102,7 +100,7 @@ def test_spaces_around_its_name_make_no_event_ordinary(api: Api, name: bytes) ->
 
 
 @given(st.data(), st.binary(max_size=400), st.integers(8, 64))
-def test_of_any_bytes_only_whole_events_pass_and_no_more_than_the_limit_is_buffered(
+def test_only_whole_events_of_any_bytes_pass_a_bounded_buffer(
     data: st.DataObject, stream: bytes, limit: int
 ) -> None:
     framer = EventFramer(limit)
@@ -130,9 +128,7 @@ def test_of_any_bytes_only_whole_events_pass_and_no_more_than_the_limit_is_buffe
         ([b"data: :\n:not here\ndata: b\n\n"], b"data: :\n:not here\ndata: b\n\n"),
     ],
 )
-def test_a_comment_becomes_one_line_without_a_blank_line_behind(
-    chunks: list[bytes], passed: bytes
-) -> None:
+def test_a_comment_becomes_one_line_alone(chunks: list[bytes], passed: bytes) -> None:
     framer = EventFramer(LIMIT)
     assert b"".join(framer.feed(chunk) for chunk in chunks) == passed
 
@@ -207,9 +203,7 @@ def test_events_without_data_are_removed() -> None:
 
 
 @pytest.mark.parametrize("chunk", [b'\nnonsense "a"}\n\n', b'\n{"a":1}\n\n', b"\n\n}\n\n"])
-def test_the_first_chunk_is_no_ordinary_event_because_it_begins_with_a_line_end(
-    chunk: bytes,
-) -> None:
+def test_a_first_line_end_makes_no_event_ordinary(chunk: bytes) -> None:
     framer = EventFramer(LIMIT)
     passed = framer.feed(chunk)
     assert framer.special_bytes == len(passed)

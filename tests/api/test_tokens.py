@@ -122,9 +122,7 @@ def test_text_that_looks_like_usage_is_not_read(text: str, key: str) -> None:
         *((huge, MOST_PLAUSIBLE_TOKENS) for huge in ("1e300", "9" * 400, "4294967296")),
     ],
 )
-def test_an_implausible_number_counts_as_zero_and_a_huge_one_is_bounded(
-    number: str, tokens: int
-) -> None:
+def test_an_implausible_number_is_zero_and_a_huge_one_bounded(number: str, tokens: int) -> None:
     body = f'{{"usage":{{"prompt_tokens":{number},"completion_tokens":2}}}}'
     assert read_usage(body.encode()) == Usage(tokens, 0, 2)
     found = read_usage(f'{{"timings":{{"prompt_n":{number},"predicted_n":2}}}}'.encode())
@@ -145,9 +143,7 @@ def test_an_implausible_number_counts_as_zero_and_a_huge_one_is_bounded(
         (b"[DONE]", None),
     ],
 )
-def test_the_traces_of_a_question_for_usage_are_taken_out(
-    came: bytes, passed: bytes | None
-) -> None:
+def test_traces_of_asking_for_usage_are_taken_out(came: bytes, passed: bytes | None) -> None:
     """None: the event passes as it is."""
     event_filter, other = UsageFilter(), b'data: {"choices":[{"text":"a"}]}\n\n'
     expected = came if passed is None else passed
@@ -289,9 +285,7 @@ LONG = {"messages": [{"role": "user", "content": "a long prompt " * 1000}]}
 ASKED = {"include_usage": True}
 
 
-async def test_a_client_that_does_not_ask_sees_its_stream_and_is_charged_the_true_tokens(
-    tmp_path: Path,
-) -> None:
+async def test_who_does_not_ask_is_charged_the_true_tokens(tmp_path: Path) -> None:
     hosted = Hosted()
     async with site_over(tmp_path, hosted) as site:
 
@@ -389,9 +383,7 @@ async def test_an_error_of_the_request_is_not_taken_for_one_of_the_option(tmp_pa
             assert await site.tokens() == TRUE_TOKENS
 
 
-async def test_a_client_that_leaves_after_the_usage_is_charged_the_true_tokens(
-    tmp_path: Path,
-) -> None:
+async def test_who_leaves_after_the_usage_is_charged_the_true_tokens(tmp_path: Path) -> None:
     async with site_over(tmp_path, Hosted(ends=False)) as site:
         body = {"messages": [{"role": "user", "content": "Hello"}], "stream": True}
         async with site.running.client.stream("POST", CHAT, json=body) as reply:
@@ -401,9 +393,7 @@ async def test_a_client_that_leaves_after_the_usage_is_charged_the_true_tokens(
         assert await site.tokens() == TRUE_TOKENS
 
 
-async def test_a_client_that_leaves_while_the_node_is_asked_without_pays_for_that(
-    tmp_path: Path,
-) -> None:
+async def test_who_leaves_while_the_node_is_asked_again_pays_for_that(tmp_path: Path) -> None:
     hosted = Hosted(refuse=_forbidden, answers=False)
     async with site_over(tmp_path, hosted) as site:
         attempts: list[AttemptEnded] = []

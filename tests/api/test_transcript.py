@@ -21,7 +21,6 @@ from gateway.api.transcript import (
     KEPT_RAW_BYTES,
     MOST_RAW_BYTES,
     OverlapFilter,
-    OverlapMismatch,
     Transcript,
     TranscriptRecorder,
     find_splice_point,
@@ -106,20 +105,6 @@ def test_an_unreadable_event_makes_a_stream_unresumable(event: bytes) -> None:
     recorder.add(chunk("/v1/chat/completions", "a"))
     recorder.add(event)
     assert recorder.transcript().unresumable == "an event that was sent can't be read"
-
-
-def test_events_with_other_line_ends_are_read() -> None:
-    recorder = TranscriptRecorder(read_chat, MIB)
-    recorder.add(chunk("/v1/chat/completions", "a").replace(b"\n", b"\r\n") * 600)
-    transcript = recorder.transcript()
-    assert (transcript.text, transcript.unresumable) == ("a" * 600, None)
-
-
-def test_a_tool_call_that_has_begun_makes_a_stream_unresumable() -> None:
-    recorder = TranscriptRecorder(read_chat, MIB)
-    call = {"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 0}]}}]}
-    recorder.add(b"data: " + json.dumps(call).encode() + b"\n\n")
-    assert recorder.transcript().unresumable == "a tool call has begun"
 
 
 def test_open_content_blocks_are_known() -> None:
@@ -239,19 +224,10 @@ async def test_without_an_agreeing_offset_the_splice_point_is_the_end() -> None:
 
 
 @given(st.text(max_size=12), st.text(max_size=12), st.lists(st.integers(1, 5), max_size=20))
-def test_the_overlap_is_dropped_and_the_rest_is_not(
-    expected: str, rest: str, cuts: list[int]
-) -> None:
+def test_the_overlap_alone_is_dropped(expected: str, rest: str, cuts: list[int]) -> None:
     overlap, text, out = OverlapFilter(expected), expected + rest, ""
     for cut in [*cuts, len(text)]:
         out += overlap.feed(text[:cut])
         text = text[cut:]
     assert out == rest
     assert overlap.done
-
-
-def test_another_text_is_a_mismatch() -> None:
-    overlap = OverlapFilter(" sea")
-    assert overlap.feed(" s") == ""
-    with pytest.raises(OverlapMismatch):
-        overlap.feed("ky")

@@ -69,9 +69,7 @@ def raw(value: Any) -> msgspec.Raw:
         (b'{"max_tokens":[1]}', "invalid_request", "max_tokens"),
     ],
 )  # fmt: skip
-def test_a_bad_body_is_refused_with_the_contracts_codes(
-    body: bytes, code: str, param: str | None
-) -> None:
+def test_a_bad_body_is_refused_by_its_code(body: bytes, code: str, param: str | None) -> None:
     with pytest.raises(GatewayError) as raised:
         parse_body(body)
     assert (raised.value.status, raised.value.code, raised.value.param) == (400, code, param)

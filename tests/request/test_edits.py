@@ -33,9 +33,7 @@ def result(body: dict[str, Any], *rules: ModelRule, **bounds: Any) -> dict[str, 
 
 
 @each_case("field", ["id_slot", "lora"])
-def test_fields_that_choose_a_slot_or_an_adapter_and_a_priority_of_ours_are_removed(
-    field: str,
-) -> None:
+def test_slots_adapters_and_our_priorities_are_removed(field: str) -> None:
     for value in (0, None, {"id": 1}, "x"):
         assert result({"prompt": "a", field: value}) == {"prompt": "a"}
     assert json.loads(edited(b'{"prompt":"a","id\\u005fslot":1,"id_slot":2}')) == {"prompt": "a"}
@@ -108,9 +106,7 @@ EXAMPLE = ModelRule(
         ({"temperature": 1.5, "logit_bias": [[1, 2]]}, {"max_tokens": 512}),
     ],
 )
-def test_the_contracts_example_does_what_it_says(
-    asked: dict[str, Any], sent: dict[str, Any]
-) -> None:
+def test_the_contracts_example_holds(asked: dict[str, Any], sent: dict[str, Any]) -> None:
     assert result(asked, EXAMPLE) == {"temperature": 0.2, **sent}
 
 

@@ -49,9 +49,7 @@ class Talk:
 
 
 @in_virtual_time
-async def test_every_message_of_a_conversation_goes_to_the_node_of_the_first(
-    tmp_path: Path,
-) -> None:
+async def test_a_conversation_stays_on_the_node_of_its_first_message(tmp_path: Path) -> None:
     async with a_site(tmp_path, a_node(), a_node(), a_node(), a_node()) as site:
         talks = [Talk(site, f"subject {number}") for number in range(8)]
         homes = [node for node, _ in await asyncio.gather(*(talk.turn() for talk in talks))]

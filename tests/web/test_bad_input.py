@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -58,9 +57,7 @@ MANY = b"x" * 100_000
             b"[" * 90_000, b'{"a":' * 30_000 + b"1" + b"}" * 30_000, b'{"n": %b}' % (b"9" * 400))),
     ],
 )  # fmt: skip
-async def test_a_body_that_no_node_could_serve_is_400(
-    gate: Public, body: bytes, code: str | None
-) -> None:
+async def test_a_body_of_no_use_is_400(gate: Public, body: bytes, code: str | None) -> None:
     gate.forget()
     found = await gate.ask(request(body))
     assert found.status == 400, found
@@ -109,7 +106,7 @@ NOWHERE = (
         ("CONNECT", "gateway:80", (405, "method_not_allowed")),
     ],
 )  # fmt: skip
-async def test_wrong_paths_and_methods_are_404_and_405(
+async def test_wrong_paths_are_404_or_405(
     gate: Public, method: str, path: str, expected: tuple[int, str]
 ) -> None:
     found = await gate.ask(request(method=method, path=path))
@@ -124,9 +121,7 @@ async def test_wrong_paths_and_methods_are_404_and_405(
 
 
 @pytest.mark.parametrize("fields", [[], ["Expect: 100-continue"]])
-async def test_a_body_declared_too_large_is_413_before_it_is_sent(
-    gate: Public, fields: list[str]
-) -> None:
+async def test_a_body_declared_too_large_is_413_at_once(gate: Public, fields: list[str]) -> None:
     async with raw_connection(gate.url) as wire:
         await wire.send(request(b"", *fields, length=3_000_000))
         found = await answer(wire)
@@ -158,18 +153,9 @@ async def test_an_endless_chunked_body_is_413_in_bounded_memory(gate: Public) ->
     assert (await gate.last()).status == 413
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {**HELLO, "metadata": {"Model": "x"}, "MODELS": 1},
-        {"messages": [{"role": "user", "content": 'a "Model" and {"Model": 1}, \u00e9'}]},
-        {"messages": [{"role": "user", "content": "Model", "name": "Model"}]},
-    ],
-)
-async def test_other_fields_may_have_names_that_resemble_model(
-    gate: Public, body: dict[str, Any]
-) -> None:
-    for more in ({}, {"padding": "x" * 100_000}):
+async def test_other_fields_may_have_names_that_resemble_model(gate: Public) -> None:
+    body = {"messages": [{"role": "user", "content": 'a {"Model": 1}, \u00e9', "name": "Model"}]}
+    for more in ({"MODELS": 1}, {"metadata": {"Model": "x"}, "padding": "x" * 100_000}):
         assert (await gate.ask(request({**body, **more}))).status == 200
 
 
@@ -252,9 +238,7 @@ async def test_trailers_are_limited_and_ignored(gate: Public) -> None:
             assert "x-own" not in gate.node.seen[-1].headers
 
 
-async def test_a_request_before_a_broken_one_is_answered_before_the_connection_ends(
-    gate: Public,
-) -> None:
+async def test_a_request_before_a_broken_one_is_answered(gate: Public) -> None:
     gate.node.faults.next("hang", seconds=0.2)
     async with raw_connection(gate.url) as wire:
         await wire.send(request({**HELLO, "max_tokens": 1}) + b"garbage\r\n\r\n")

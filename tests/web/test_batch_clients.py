@@ -153,9 +153,7 @@ async def test_openai_uploads_creates_polls_reads_lists_and_deletes(
     assert (told["deleted"], told["gone"]) == (True, 404)
 
 
-async def test_openai_follows_a_background_response_through_a_killed_gateway(
-    script: Path, tmp_path: Path
-) -> None:
+async def test_openai_follows_a_response_through_a_kill(script: Path, tmp_path: Path) -> None:
     async with EmulatedNode(decode_tps=20, answer_tokens=100_000) as node:
         with claim_port(HOST) as claim:
             store = f"sqlite:///{tmp_path}/store.db"

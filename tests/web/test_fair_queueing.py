@@ -134,9 +134,7 @@ def key_of(key: ApiKey, **more: Any) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @in_virtual_time
-async def test_two_callers_get_equal_shares_though_one_sends_ten_times_as_much(
-    tmp_path: Path,
-) -> None:
+async def test_two_callers_get_equal_shares_of_unequal_requests(tmp_path: Path) -> None:
     keys = [new_key(), new_key()]
     settings = {"keys": [key_of(key) for key in keys]}
     async with a_site(tmp_path, fast(), fast(), settings=settings) as site:

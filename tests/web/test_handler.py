@@ -97,9 +97,7 @@ async def test_a_resumed_stream_hides_what_was_cached(tmp_path: Path, path: str)
 
 
 @in_virtual_time
-async def test_without_a_prompt_cache_nodes_are_told_so_and_no_prompt_draws_a_request(
-    tmp_path: Path,
-) -> None:
+async def test_without_a_prompt_cache_no_prompt_draws_a_request(tmp_path: Path) -> None:
     nodes = [caching() for _ in range(3)]
     async with tenants(tmp_path, *nodes, cache={"prompt_cache": False}) as proxy:
         for path in GENERATION_PATHS:
@@ -193,7 +191,7 @@ async def test_a_superseded_queued_request_takes_no_slot(tmp_path: Path) -> None
     ("latest_wins", "statuses"), [(True, [409, 409, 200]), (False, [200, 200, 200])]
 )
 @in_virtual_time
-async def test_a_superseded_plain_request_gets_a_status_unless_the_settings_switch_it_off(
+async def test_a_superseded_plain_request_gets_a_status_unless_off(
     tmp_path: Path, latest_wins: bool, statuses: list[int]
 ) -> None:
     settings = {**QUICK, "queue": {"latest_wins": latest_wins}}
@@ -208,17 +206,6 @@ async def test_a_superseded_plain_request_gets_a_status_unless_the_settings_swit
         for one in found:
             if one.status == 409:
                 superseded(one)
-
-
-@in_virtual_time
-async def test_without_a_session_address_and_model_identify_the_editor(tmp_path: Path) -> None:
-    async with public(tmp_path, QUICK, slow()) as gate:
-        first = asyncio.create_task(gate.ask(asks("/infill", INFILL, stream=False)))
-        await until(lambda: gate.node.busy == 1)
-        async with raw_connection(gate.url) as second:
-            await second.send(asks("/infill", INFILL))
-            await begun(second)
-            superseded(await first)
 
 
 @in_virtual_time
@@ -254,9 +241,7 @@ def outcome_of(answer: httpx.Response) -> tuple[int, str]:
 
 
 @in_virtual_time
-async def test_while_a_node_never_reported_its_models_an_unknown_name_is_503(
-    tmp_path: Path,
-) -> None:
+async def test_an_unknown_name_is_503_until_each_node_told_its_models(tmp_path: Path) -> None:
     async with running_gateway(tmp_path, [{"name": "a", "url": DEAD}], wait_ready=False) as running:
         await down(running, "a")
         for named in ({"model": "mistral-7b"}, {}):
@@ -267,9 +252,7 @@ async def test_while_a_node_never_reported_its_models_an_unknown_name_is_503(
 
 
 @in_virtual_time
-async def test_an_error_names_only_states_to_clients_that_may_not_see_nodes(
-    tmp_path: Path,
-) -> None:
+async def test_an_error_names_only_states_to_clients_that_see_no_nodes(tmp_path: Path) -> None:
     nodes = [{"name": "epyc-a", "url": DEAD}, {"name": "epyc-b", "url": DEAD, "model": "declared"}]
     private = {"listen": {"expose_node": False}}
     async with running_gateway(tmp_path, nodes, private, wait_ready=False) as running:

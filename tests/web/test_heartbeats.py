@@ -203,9 +203,7 @@ def keepalive(number: int) -> bytes:
 
 @pytest.mark.parametrize("line", CODEX)
 @in_virtual_time
-async def test_codex_gets_events_with_data_and_all_numbers_of_its_stream_follow_each_other(
-    tmp_path: Path, line: str
-) -> None:
+async def test_codex_gets_numbered_events_as_heartbeats(tmp_path: Path, line: str) -> None:
     async with public(tmp_path, BEATING) as gate, raw_connection(gate.url) as wire:
         gate.node.faults.next("hang", after_events=0)
         responses = {**BODIES["/v1/responses"], "stream": True}
@@ -342,9 +340,7 @@ async def test_progress_of_the_prefill_is_reported(tmp_path: Path, path: str) ->
 
 
 @in_virtual_time
-async def test_without_the_nodes_events_progress_is_estimated_from_its_speed(
-    tmp_path: Path,
-) -> None:
+async def test_without_events_progress_is_estimated_from_speed(tmp_path: Path) -> None:
     path = "/v1/messages"
     async with public(tmp_path, OFF, reading(), timings=OFTEN) as gate:
         strange = await gate.ask(request(a_long(path), ASKING, path=path))

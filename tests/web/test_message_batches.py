@@ -172,9 +172,7 @@ async def test_what_is_wrong_is_told_at_once_and_leaves_nothing(tmp_path: Path) 
         assert (await ask(running, "GET")).json()["data"] == []
 
 
-async def test_a_key_that_keeps_as_much_as_it_may_is_told_without_being_asked_to_repeat_it(
-    tmp_path: Path,
-) -> None:
+async def test_a_key_that_keeps_as_much_as_it_may_is_not_to_repeat(tmp_path: Path) -> None:
     limits = {"file_bytes": 5_000, "bytes_per_key": 5_000}
     async with gateway(tmp_path, batches=limits) as running:
         requests = [request("a", metadata={"user_id": "x" * 3_000})]
@@ -209,9 +207,7 @@ def large_requests(first: int, count: int) -> bytes:
     return "".join(f"{text}," for text in one).encode()
 
 
-async def test_a_body_that_is_too_large_is_refused_by_its_length_or_where_it_exceeds_the_limit(
-    tmp_path: Path,
-) -> None:
+async def test_a_body_too_large_is_refused_at_once_or_at_the_limit(tmp_path: Path) -> None:
     async with gateway(tmp_path, batches={"file_bytes": "4MiB"}) as running:
         async with raw_connection(running.url) as wire:
             await wire.send(head(f"Content-Length: {5 << 20}", "Expect: 100-continue"))

@@ -77,9 +77,7 @@ async def test_of_a_connection_that_was_served(tmp_path: Path, left: Left) -> No
 
 @pytest.mark.parametrize("stream", [False, True])
 @in_virtual_time
-async def test_of_clients_that_leave_while_they_wait_and_while_they_read(
-    tmp_path: Path, stream: bool, left: Left
-) -> None:
+async def test_of_clients_that_leave(tmp_path: Path, stream: bool, left: Left) -> None:
     node = EmulatedNode(slots=1, decode_tps=200, keepalive_requests=1)
     settings = {"health": {"interval": 60}, "heartbeat": "off"}
     async with public(tmp_path, settings, node, well=False) as gate:

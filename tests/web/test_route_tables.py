@@ -287,9 +287,7 @@ def test_each_path_of_the_public_listener_that_needs_no_key_is_promised() -> Non
 
 @pytest.mark.parametrize("role", AdminRole)
 @in_virtual_time
-async def test_a_role_may_use_its_paths_and_those_of_lower_roles_by_their_methods_alone(
-    role: AdminRole,
-) -> None:
+async def test_a_role_may_use_its_paths_and_those_of_lower_roles(role: AdminRole) -> None:
     methods: dict[str, dict[str, AdminRole | None]] = {}
     for route in ADMIN_ROUTES:
         methods.setdefault(route.path, {})[route.method] = route.role

@@ -42,9 +42,7 @@ def logs(folder: Path) -> int:
     return len(list((folder / "state").rglob("events-*")))
 
 
-async def test_what_outlasts_the_grace_ends_for_its_client_and_in_the_store(
-    tmp_path: Path,
-) -> None:
+async def test_what_outlasts_the_grace_ends_for_client_and_store(tmp_path: Path) -> None:
     settings = {"batches": KEPT, "shutdown": {"grace": 0.5}}
     async with EmulatedNode(slots=1, decode_tps=2, answer_tokens=1000) as node:
         async with serving(tmp_path, node, settings=settings) as line, client(line) as api:
