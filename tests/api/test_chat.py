@@ -104,38 +104,26 @@ def assemble(*events: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_chat_is_assembled_as_the_server_answers_it() -> None:
     def call(index: int, arguments: str, **head: Any) -> dict[str, Any]:
-        named = {"name": head.pop("name")} if head else {}
-        part = {"index": index, **head, "function": {"arguments": arguments, **named}}
-        return chunk({"tool_calls": [part]})
+        function = {"arguments": arguments} | ({"name": "f"} if head else {})
+        return chunk({"tool_calls": [{"index": index, **head, "function": function}]})
 
-    events = (
-        OPENING,
-        chunk({"reasoning_content": "Let me"}),
-        chunk({"reasoning_content": " see"}),
-        chunk({"content": " summe"}),
-        chunk({"content": " door"}),
-        call(0, "{", id="a", type="function", name="f"),
-        call(0, '"x":1}'),
-        call(1, "{}", id="b", type="function", name="g"),
-        chunk({}, "tool_calls"),
-        COUNTS,
-    )
-    message = {
-        "role": "assistant",
-        "content": " summe door",
-        "reasoning_content": "Let me see",
-        "tool_calls": [
-            {"type": "function", "function": {"name": "f", "arguments": '{"x":1}'}, "id": "a"},
-            {"type": "function", "function": {"name": "g", "arguments": "{}"}, "id": "b"},
-        ],
+    named = {"type": "function", "id": "a"}
+    words = [chunk({"reasoning_content": "Let me"}), chunk({"reasoning_content": " see"})]
+    words += [chunk({"content": " summe"}), chunk({"content": " door"})]
+    calls = [call(0, "{", **named), call(0, '"x":1}'), call(1, "{}", **named)]
+    called = [
+        {**named, "function": {"name": "f", "arguments": arguments}}
+        for arguments in ('{"x":1}', "{}")
+    ]
+    message = {"role": "assistant", "content": " summe door", "reasoning_content": "Let me see"}
+    choice = {
+        "finish_reason": "tool_calls",
+        "index": 0,
+        "message": {**message, "tool_calls": called},
     }
-    assert assemble(*events) == {
-        "choices": [{"finish_reason": "tool_calls", "index": 0, "message": message}],
-        **HEAD,
-        "object": "chat.completion",
-        "usage": USAGE,
-        "timings": TIMINGS,
-    }
+    whole = {"choices": [choice], **HEAD, "object": "chat.completion"}
+    events = (OPENING, *words, *calls, chunk({}, "tool_calls"), COUNTS)
+    assert assemble(*events) == {**whole, "usage": USAGE, "timings": TIMINGS}
 
 
 A = event(chunk({"content": "a"}))

@@ -8,33 +8,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.api.base import Api, ResponseMerger
+from gateway.api.base import Api, AssemblyError, ResponseMerger
 from gateway.api.completions import (
     COMPLETIONS,
     NativeToCompletionsRewriter,
     read_completion,
 )
-from gateway.api.native import NATIVE
+from gateway.api.native import INFILL, NATIVE, NativeEventsApi, NativeRewriter
 from gateway.api.transcript import Transcript, TranscriptRecorder
 from gateway.forward.event_pipeline import TokenIdExtractor
 from gateway.transport.errors import InvalidResponse
-from tests.api.events import IDENTITY, SPLICE_POINT, TIMINGS, USAGE, assembled, event, values
+from tests.api.events import IDENTITY, SPLICE_POINT, assembled, event, values
 from tests.each_case import each_case
-
-
-def test_a_completion_is_assembled() -> None:
-    head = {"created": 7, "id": "cmpl-1", "model": "demo", "object": "text_completion"}
-
-    def part(text: str, reason: str | None = None) -> dict[str, Any]:
-        choice = {"text": text, "index": 0, "logprobs": None, "finish_reason": reason}
-        return {"choices": [choice], **head}
-
-    counts = {"choices": [], **head, "usage": USAGE, "timings": TIMINGS}
-    whole = assembled(COMPLETIONS, [part(" a"), part(" b"), part("", "stop"), counts])
-    assert whole["choices"] == [
-        {"text": " a b", "index": 0, "logprobs": None, "finish_reason": "stop"}
-    ]
-    assert (whole["object"], whole["usage"]) == ("text_completion", USAGE)
 
 
 def test_chunks_made_of_native_events_report_usage_where_the_client_asks_for_it() -> None:
@@ -126,3 +111,30 @@ def test_an_unreadable_response_is_invalid(data: bytes) -> None:
     for api in (COMPLETIONS, NATIVE)[: 1 if b"choices" in data else 2]:
         with pytest.raises(InvalidResponse):
             merger(api).add(0, data)
+
+
+@pytest.mark.parametrize("api", [NATIVE, INFILL])
+def test_a_plain_response_has_token_ids_only_if_asked(api: NativeEventsApi) -> None:
+    events: list[dict[str, Any]] = [
+        {"index": 0, "content": " a", "tokens": [1], "stop": False},
+        {"index": 0, "content": " b", "tokens": [2], "stop": False},
+    ]
+    end = {"content": "", "tokens": [], "stop": True, "generation_settings": {"stream": True}}
+    whole = {
+        "content": " a b",
+        "tokens": [],
+        "stop": True,
+        "generation_settings": {"stream": False},
+    }
+    assert assembled(api, [*events, end]) == whole
+    assert assembled(api, [*events, end], {"return_tokens": True})["tokens"] == [1, 2]
+    with pytest.raises(AssemblyError):
+        assembled(api, events)
+
+
+def test_a_resumed_stream_counts_on() -> None:
+    rewriter = NativeRewriter(Transcript(), SPLICE_POINT)
+    last = {"content": "", "stop": True, "tokens_predicted": 4, "tokens_evaluated": 9}
+    (value,) = values(rewriter.rewrite(last | {"prompt": "tell me one two"}))
+    assert (value["tokens_predicted"], value["tokens_evaluated"]) == (6, 5)
+    assert value["prompt"] == "tell me"

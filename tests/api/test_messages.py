@@ -11,7 +11,7 @@ import pytest
 
 from gateway import errors
 from gateway.api import sse
-from gateway.api.base import AssemblyError, ResponseRewriter
+from gateway.api.base import ResponseRewriter
 from gateway.api.chat import CHAT
 from gateway.api.json_values import (
     FIELDS_DECODER,
@@ -69,35 +69,6 @@ def start(index: int, **block: Any) -> dict[str, Any]:
 
 def delta(index: int, **fields: Any) -> dict[str, Any]:
     return {"type": "content_block_delta", "index": index, "delta": fields}
-
-
-def test_a_message_is_assembled_with_tools_and_reasoning() -> None:
-    head = {"id": "m", "type": "message", "role": "assistant"}
-    ending = {"stop_reason": "tool_use", "stop_sequence": None}
-    usage = {"input_tokens": 3, "output_tokens": 0}
-    events = [
-        {"type": "message_start", "message": {**head, "content": [], "usage": usage}},
-        start(0, type="thinking", thinking=""),
-        delta(0, type="thinking_delta", thinking="Hm"),
-        start(1, type="text", text=""),
-        delta(1, type="text_delta", text="I "),
-        delta(1, type="text_delta", text="do"),
-        start(2, type="tool_use", id="t", name="f", input={}),
-        delta(2, type="input_json_delta", partial_json='{"a":'),
-        delta(2, type="input_json_delta", partial_json="1}"),
-        {"type": "content_block_stop", "index": 2},
-        {"type": "message_delta", "delta": ending, "usage": {"output_tokens": 9}},
-        {"type": "message_stop"},
-    ]
-    content = [
-        {"type": "thinking", "thinking": "Hm"},
-        {"type": "text", "text": "I do"},
-        {"type": "tool_use", "id": "t", "name": "f", "input": {"a": 1}},
-    ]
-    whole = {**head, "content": content, **ending, "usage": usage | {"output_tokens": 9}}
-    assert assembled(MESSAGES, events) == whole
-    with pytest.raises(AssemblyError):
-        assembled(MESSAGES, events[:-1])
 
 
 # Usage.
