@@ -63,10 +63,6 @@ def test_an_error_has_anthropics_type(status: int, kind: str) -> None:
 # The plain response.
 
 
-def start(index: int, **block: Any) -> dict[str, Any]:
-    return {"type": "content_block_start", "index": index, "content_block": block}
-
-
 def delta(index: int, **fields: Any) -> dict[str, Any]:
     return {"type": "content_block_delta", "index": index, "delta": fields}
 

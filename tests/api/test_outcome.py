@@ -252,26 +252,6 @@ async def test_a_prompt_too_long_for_all_is_400_with_the_context(
         assert [proxy.node(name).failures for name in "ab"] == [0, 0]
 
 
-@in_virtual_time
-async def test_a_too_long_text_to_embed_is_known_by_a_500(tmp_path: Path) -> None:
-    small = EmulatedNode(embeddings=True, context=120)
-    large = EmulatedNode(embeddings=True, context=4096)
-    too_large = (
-        '{"error":{"code":500,"message":"input (600 tokens) is too large to process. increase the '
-        'physical batch size (current batch size: 512)","type":"server_error"}}'
-    )
-    async with proxy_over(tmp_path, small, large, nodes=A_FIRST) as proxy:
-        small.faults.set("status", status=500, body=too_large)
-        reply = await proxy.ask("/v1/embeddings", input="a")
-        assert reply.status_code == 200
-        assert proxy.node("a").failures == 0
-        large.faults.set("status", status=500, body=too_large)
-        reply = await proxy.ask("/v1/embeddings", input="a")
-        error = reply.json()["error"]
-        assert (reply.status_code, error["code"]) == (400, "context_length_exceeded")
-        assert (error["n_prompt_tokens"], error["n_ctx"]) == (600, 512)
-
-
 # The classification alone.
 
 OVERFLOW = b'{"error":{"type":"exceed_context_size_error","n_prompt_tokens":9,"n_ctx":8}}'

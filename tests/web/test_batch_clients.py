@@ -80,13 +80,10 @@ async def test_openai_uploads_creates_polls_reads_and_lists(tmp_path: Path) -> N
         with (tmp_path / "in.jsonl").open("rb") as opened:
             file = await client.files.create(file=opened, purpose="batch")
         file = await client.files.wait_for_processing(file.id)
-        batch = await client.batches.create(
-            input_file_id=file.id,
-            endpoint=CHAT,
-            completion_window="24h",
-            metadata={"run": "1"},
-            extra_headers={"Idempotency-Key": "run-1"},
-        )
+        asked: dict[str, Any] = {"input_file_id": file.id, "endpoint": CHAT}
+        asked |= {"completion_window": "24h", "metadata": {"run": "1"}}
+        asked |= {"extra_headers": {"Idempotency-Key": "run-1"}}
+        batch = await client.batches.create(**asked)
 
         done = await reached(client, batch.id, *ENDS)
         assert done.status == "completed"
@@ -112,14 +109,7 @@ async def test_openai_uploads_creates_polls_reads_and_lists(tmp_path: Path) -> N
         assert unknown["response"]["status_code"] == 404
         assert unknown["response"]["body"]["error"]["code"] == "model_not_found"
 
-        again = await client.batches.create(
-            input_file_id=file.id,
-            endpoint=CHAT,
-            completion_window="24h",
-            metadata={"run": "1"},
-            extra_headers={"Idempotency-Key": "run-1"},
-        )
-        assert again.id == batch.id
+        assert (await client.batches.create(**asked)).id == batch.id
         with pytest.raises(openai.ConflictError, match="status 'completed'"):
             await client.batches.cancel(batch.id)
         assert [one.id async for one in client.batches.list(limit=1)] == [batch.id]

@@ -186,27 +186,6 @@ async def test_what_has_ended_stays_as_it_is(tmp_path: Path) -> None:
         assert own["expired"] == 2
 
 
-async def test_a_list_is_read_page_by_page(tmp_path: Path) -> None:
-    async with gateway(tmp_path) as running, client(running) as alice:
-        file = await uploaded(alice)
-        made = []
-        for _ in range(7):
-            batch = await alice.batches.create(
-                input_file_id=file.id, endpoint=CHAT, completion_window="24h"
-            )
-            made.append(batch.id)
-        made.reverse()
-        page = await alice.batches.list(limit=3)
-        assert ([one.id for one in page.data], page.has_more) == (made[:3], True)
-        assert [one.id async for one in alice.batches.list(limit=3)] == made
-        assert [one.id async for one in alice.batches.list()] == made
-        assert [one.id async for one in alice.batches.list(after=made[-1])] == []
-        for query in ("limit=0", "limit=101", "limit=x", "after=%00", "after=x/y"):
-            refused = await ask(running, "GET", f"/v1/batches?{query}")
-            assert reason(refused) == (400, "invalid_request")
-            assert refused.json()["error"]["param"] == query.partition("=")[0]
-
-
 async def test_a_batch_of_another_key_is_not_there(tmp_path: Path) -> None:
     async with two_callers(tmp_path) as (running, alice, bob):
         made = await created(alice)

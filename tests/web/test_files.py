@@ -202,14 +202,11 @@ async def test_ten_gigabytes_are_refused_before_a_byte_is_stored(tmp_path: Path)
 
 @pytest.mark.parametrize("chunk", [1 << 16, 10 << 30], ids=["small chunks", "one of 10 GiB"])
 async def test_a_chunked_upload_is_refused_at_the_limit(tmp_path: Path, chunk: int) -> None:
-    async with (
-        gateway(tmp_path, batches={"file_bytes": "4MiB"}) as running,
-        raw_connection(running.url) as wire,
-    ):
+    limit = {"file_bytes": "4MiB"}
+    async with gateway(tmp_path, batches=limit) as running, raw_connection(running.url) as wire:
         begin = form(b"x").partition(b"x\r\n")[0]
         await wire.send(head("Transfer-Encoding: chunked") + b"%x\r\n%b\r\n" % (len(begin), begin))
-        refused = asyncio.create_task(answer(wire))
-        sent = 0
+        refused, sent = asyncio.create_task(answer(wire)), 0
         while not refused.done():
             assert sent < 64 << 20
             # The end of the first chunk, or of the large one, is in what follows.

@@ -147,23 +147,6 @@ def outcome_of(path: str, data: bytes, message: str, kind: str = "api_error") ->
         assert value["type"] == "error"
 
 
-@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
-@in_virtual_time
-async def test_after_a_heartbeat_a_queue_timeout_is_an_event(tmp_path: Path, path: str) -> None:
-    settings = {**BEATING, "queue": {"max_wait": 0.3}}
-    async with public(tmp_path, settings, EmulatedNode(slots=1)) as other:
-        other.node.faults.next("hang", after_events=0)
-        async with raw_connection(other.url) as first, raw_connection(other.url) as wire:
-            await first.send(stream())
-            await until(lambda: other.node.busy == 1)
-            await wire.send(stream(path))
-            assert (await wire.head()).startswith(b"HTTP/1.1 200 ")
-            body = await body_of(wire)
-            said = "No slot came free", "overloaded_error"
-            outcome_of(path, behind_heartbeats(body), *said)
-            assert [(one.status, one.reason) for one in other.records()] == [(503, "queue_timeout")]
-
-
 @in_virtual_time
 async def test_heartbeats_continue_while_another_node_is_tried(tmp_path: Path) -> None:
     async with (
