@@ -9,11 +9,7 @@ import msgspec
 import pytest
 
 from gateway.api.base import Api, AssemblyError, ResponseMerger
-from gateway.api.completions import (
-    COMPLETIONS,
-    NativeToCompletionsRewriter,
-    read_completion,
-)
+from gateway.api.completions import COMPLETIONS, NativeToCompletionsRewriter, read_completion
 from gateway.api.native import INFILL, NATIVE, NativeEventsApi, NativeRewriter
 from gateway.api.transcript import Transcript, TranscriptRecorder
 from gateway.forward.event_pipeline import TokenIdExtractor

@@ -22,11 +22,7 @@ from gateway.api.json_values import (
     parse_object,
     run_at_once,
 )
-from gateway.api.messages import (
-    MESSAGES,
-    ChatToMessage,
-    chat_request,
-)
+from gateway.api.messages import MESSAGES, ChatToMessage, chat_request
 from gateway.api.resuming import data_event
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError

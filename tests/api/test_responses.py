@@ -383,10 +383,7 @@ def test_the_terminal_event_holds_the_response() -> None:
 
 PATH = "/v1/responses"
 ADDED = {"type": "response.output_item.added", "item": {"id": "msg_1", "type": "message"}}
-BEGUN_THOUGHT = {
-    "type": "response.output_item.added",
-    "item": {"id": "rs_1", "type": "reasoning"},
-}
+BEGUN_THOUGHT = {"type": "response.output_item.added", "item": {"id": "rs_1", "type": "reasoning"}}
 POINT = SplicePoint("", "", 10, 2, 2)
 
 

@@ -19,11 +19,7 @@ from gateway.api.chat import CHAT as CHAT_API
 from gateway.api.messages import MESSAGES
 from gateway.api.native import NATIVE
 from gateway.api.responses import RESPONSES
-from gateway.api.tokens import (
-    MOST_OBJECT_BYTES,
-    MOST_PLAUSIBLE_TOKENS,
-    read_usage,
-)
+from gateway.api.tokens import MOST_OBJECT_BYTES, MOST_PLAUSIBLE_TOKENS, read_usage
 from gateway.events import AttemptEnded, RequestRecord
 from gateway.forward.event_pipeline import UsageFilter
 from gateway.lease import Usage

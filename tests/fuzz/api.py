@@ -9,27 +9,25 @@ the descriptors and about the memory that it had once it was warm.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
-import os
 import random
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import requests
-import yaml
 
-from gateway.callers.keys import ApiKey, new_key
-from tests.emulator.process import emulator_process
+from gateway.callers.keys import new_key
+from tests.emulator import EmulatedNode
+from tests.gateway_processes import serving
 from tests.loop_watch.plugin import Children, table
 from tests.loop_watch.plugin import environment as watched
 from tests.loop_watch.plugin import problems as problems_of
@@ -42,8 +40,6 @@ HANG_SECONDS = 60.0
 
 CASES_PER_TURN = 20
 """Cases of one operation before the next one has its turn."""
-
-START_SECONDS = 90.0
 
 WARM_SHARE = 0.2
 """Part of a run after which memory is measured for the first time."""
@@ -61,9 +57,7 @@ class Site:
     url: str
     admin_url: str
     keys: Mapping[str, str]
-    """Keys of the public listener: `right`, `limited`, `wrong`."""
-    admin_keys: Mapping[str, str]
-    """Of the admin listener: `right`, `limited` (a viewer's), `wrong`."""
+    """Of both listeners: `right`, `limited` (a viewer's at the admin listener), `wrong`."""
     process: psutil.Process
 
 
@@ -79,37 +73,10 @@ class Measured:
         return cls(round(process.memory_info().rss / 1e6, 1), process.num_fds())
 
 
-@contextmanager
-def running_site(folder: Path) -> Iterator[Site]:
-    """A gateway process over two emulated nodes, in processes of their own."""
+@asynccontextmanager
+async def running_site(folder: Path) -> AsyncIterator[Site]:
+    """A gateway process over two emulated nodes."""
     keys = {name: new_key(name) for name in ("right", "limited")}
-    with ExitStack() as stack:
-        nodes = [_node(stack, slots) for slots in (4, 8)]
-        url, admin_url, process = _gateway(stack, folder, nodes, keys)
-        texts = {"wrong": new_key("right").text, **{name: key.text for name, key in keys.items()}}
-        yield Site(url, admin_url, texts, texts, psutil.Process(process.pid))
-        assert process.poll() is None, "the gateway's process has ended"
-    log = (folder / "gateway.log").read_text(errors="replace")
-    wrong = [line for line in log.splitlines() if '"level":"error"' in line or "Traceback" in line]
-    assert not wrong, wrong[0][:3000]
-
-
-def reports_folder(folder: Path) -> Path:
-    """Where the gateway's process reports what holds its event loop."""
-    (folder / "loop").mkdir(exist_ok=True)
-    return folder / "loop"
-
-
-def _node(stack: ExitStack, slots: int) -> str:
-    options = ("--slots", str(slots), "--answer-tokens", "6")
-    node = emulator_process(*options, "--embeddings", "--rerank", "--infill")
-    return stack.enter_context(node).url
-
-
-def _gateway(
-    stack: ExitStack, folder: Path, nodes: list[str], keys: Mapping[str, ApiKey]
-) -> tuple[str, str, subprocess.Popen[str]]:
-    specs = [{"name": f"node-{number}", "url": node} for number, node in enumerate(nodes)]
     right, limited = ({"id": key.id, "sha256": key.sha256} for key in keys.values())
     limits = {"tpm": 20_000, "concurrency": 1, "prompt_tokens": 100, "completion_tokens": 5}
     settings = {
@@ -117,43 +84,28 @@ def _gateway(
             {**right, "max_class": "urgent", "trust_user_headers": True},
             {**limited, "models": ["alias"], "max_class": "batch", "limits": limits},
         ],
-        "admin": {"keys": [{**right, "role": "admin"}, {**limited, "role": "viewer"}]},
+        "admin": {"port": 0, "keys": [{**right, "role": "admin"}, {**limited, "role": "viewer"}]},
         "ollama": True,
         "queue": {"max_wait": 5},
         "shutdown": {"grace": 2},
         "models": {"alias": {"use": "demo"}},
+        "logging": {"access": False},
     }
-    (folder / "nodes.yaml").write_text(yaml.safe_dump({"nodes": specs}))
-    (folder / "gateway.yaml").write_text(yaml.safe_dump(settings))
-    command = [
-        *(sys.executable, "-m", "gateway", "serve", "--nodes", "nodes.yaml"),
-        *("--config", "gateway.yaml", "--port", "0", "--admin-port", "0"),
-    ]
-    log = stack.enter_context((folder / "gateway.log").open("ab"))
-    environment = {**os.environ, "STATE_DIRECTORY": str(folder / "state")}
-    environment |= watched(reports_folder(folder), str(Path.cwd()))
-    process = _start(stack, command, cwd=folder, stdout=log, stderr=log, env=environment)
-    until = time.monotonic() + START_SECONDS
-    while True:
-        log_text = (folder / "gateway.log").read_text()
-        assert process.poll() is None, log_text
-        lines = [
-            json.loads(line) for line in log_text.splitlines(keepends=True) if line[-1:] == "\n"
-        ]
-        for line in lines:
-            if line["event"] == "listening":
-                url, admin_url = line["public"], line["admin"]
-                if requests.get(f"{url}/ready", timeout=5).status_code == 200:
-                    return url, admin_url, process
-        assert time.monotonic() < until, "the gateway is not ready"
-        time.sleep(0.1)
-
-
-def _start(stack: ExitStack, command: list[str], **options: Any) -> subprocess.Popen[str]:
-    process = subprocess.Popen(command, text=True, **options)
-    stack.callback(process.wait, 30)
-    stack.callback(process.terminate)
-    return process
+    more: dict[str, Any] = {"answer_tokens": 6, "embeddings": True, "rerank": True, "infill": True}
+    async with EmulatedNode(slots=4, **more) as one, EmulatedNode(slots=8, **more) as other:
+        nodes = [{"name": f"node-{n}", "url": node.url} for n, node in enumerate((one, other))]
+        (folder / "loop").mkdir()
+        environment = watched(folder / "loop", str(Path.cwd()))
+        async with serving(
+            folder / "gateway", nodes, settings=settings, environment=environment
+        ) as line:
+            texts = {name: key.text for name, key in keys.items()} | {
+                "wrong": new_key("right").text
+            }
+            yield Site(line.url, line.admin_url, texts, psutil.Process(line.first.pid))
+            assert line.first.returncode is None, "the gateway's process has ended"
+    wrong = [one for one in line.lines if one.get("level") == "error" or "Traceback" in str(one)]
+    assert not wrong, wrong[0]
 
 
 class Fuzzer:
@@ -253,8 +205,7 @@ class Fuzzer:
 
     def _send(self, case: Any, operation: Any, credentials: str) -> None:
         site, is_admin = self._site, "admin" in (operation.tags or ())
-        base, keys = (site.admin_url, site.admin_keys) if is_admin else (site.url, site.keys)
-        key = keys.get(credentials)
+        base, key = site.admin_url if is_admin else site.url, site.keys.get(credentials)
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self.cases += 1
         if self._rng.random() < 0.8 and case.headers is not None:
@@ -294,18 +245,16 @@ def _has_nothing_wrong(error: BaseException) -> bool:
 
 def fuzz_api(cases: int, seconds: float, seed: int = 0) -> tuple[dict[str, Any], list[str]]:
     """Send so many cases, or for so many seconds; returns the figures, and what was wrong."""
-    seed = seed or random.SystemRandom().getrandbits(31)
+    return asyncio.run(_fuzz_api(cases, seconds, seed or random.SystemRandom().getrandbits(31)))
+
+
+async def _fuzz_api(cases: int, seconds: float, seed: int) -> tuple[dict[str, Any], list[str]]:
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="fuzz-api-") as name, running_site(Path(name)) as site:
-        headers = {"Authorization": f"Bearer {site.admin_keys['right']}"}
-        document = requests.get(f"{site.admin_url}/openapi.json", headers=headers, timeout=30)
-        fuzzer = Fuzzer(site, document.json(), seed)
-        fuzzer.run(("right",), cases * WARM_SHARE, seconds * WARM_SHARE)
-        warm, rest = _settled(site.process), 1 - WARM_SHARE
-        fuzzer.run(("limited", "wrong", "none", "right"), cases * rest, seconds * rest)
-        after = _settled(site.process)
-        records = Children(reports_folder(Path(name))).take()
-        assert records, "the gateway's event loop is not watched: its start waits for files"
+    with tempfile.TemporaryDirectory(prefix="fuzz-api-") as name:
+        async with running_site(Path(name)) as site:
+            fuzzer, warm, after = await asyncio.to_thread(_send_all, site, cases, seconds, seed)
+        records = Children(Path(name) / "loop").take()
+    assert records, "the gateway's event loop is not watched: its start waits for files"
     problems = [*fuzzer.failures.values()][:MOST_FAILURES] + problems_of(records)
     if after.descriptors > warm.descriptors + 5 or after.rss_mb > warm.rss_mb + MOST_GROWTH_MB:
         problems.append(f"{warm} when warm, {after} afterwards")
@@ -321,9 +270,24 @@ def fuzz_api(cases: int, seconds: float, seed: int = 0) -> tuple[dict[str, Any],
     return figures, problems
 
 
+def _send_all(
+    site: Site, cases: int, seconds: float, seed: int
+) -> tuple[Fuzzer, Measured, Measured]:
+    """Send all cases; the fuzzer, and the process once it was warm and afterwards."""
+    headers = {"Authorization": f"Bearer {site.keys['right']}"}
+    while requests.get(f"{site.url}/ready", timeout=30).status_code != 200:
+        time.sleep(0.1)
+    document = requests.get(f"{site.admin_url}/openapi.json", headers=headers, timeout=30)
+    fuzzer = Fuzzer(site, document.json(), seed)
+    fuzzer.run(("right",), cases * WARM_SHARE, seconds * WARM_SHARE)
+    warm, rest = _settled(site.process), 1 - WARM_SHARE
+    fuzzer.run(("limited", "wrong", "none", "right"), cases * rest, seconds * rest)
+    return fuzzer, warm, _settled(site.process)
+
+
 def resume_nodes(site: Site) -> None:
     """Undo what a case has done to the nodes."""
-    headers = {"Authorization": f"Bearer {site.admin_keys['right']}"}
+    headers = {"Authorization": f"Bearer {site.keys['right']}"}
     for number in range(2):
         url = f"{site.admin_url}/admin/nodes/node-{number}/resume"
         requests.post(url, headers=headers, timeout=30)

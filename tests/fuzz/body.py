@@ -51,7 +51,7 @@ _LIMIT = re.compile(r"nested deeper|in a row|name is over|more than \d+")
 _RULES = {
     "ruled": ModelRule(
         use=("demo",), set={"temperature": 0.5}, default={"max_tokens": 9}, strip=("stop",)
-    ),
+    )
 }
 
 _OLLAMA = tuple(

@@ -35,21 +35,11 @@ from gateway.request.body import (
 )
 from gateway.request.media import find_links
 from gateway.request.preparation import can_assemble, split_prompts
-from gateway.request.prompt_key import (
-    VolatileLines,
-    build_prompt_key,
-    prompt_key_steps,
-)
+from gateway.request.prompt_key import VolatileLines, build_prompt_key, prompt_key_steps
 from gateway.request.routes import ROUTES
 from tests.each_case import each_case
 from tests.forward.pictures import data_url, png
-from tests.request.test_media import (
-    LINKS,
-    NO_LINKS,
-    REMOTE,
-    bodies_with,
-    bodies_with_elsewhere,
-)
+from tests.request.test_media import LINKS, NO_LINKS, REMOTE, bodies_with, bodies_with_elsewhere
 
 
 def raw(value: Any) -> msgspec.Raw:

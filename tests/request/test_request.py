@@ -19,13 +19,7 @@ from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.events import RequestRecord
 from gateway.nodes.model_index import ModelIndex
-from gateway.request.body import (
-    LARGE_BODY_BYTES,
-    Body,
-    bytes_to_parse,
-    parse_body,
-    read_large_body,
-)
+from gateway.request.body import LARGE_BODY_BYTES, Body, bytes_to_parse, parse_body, read_large_body
 from gateway.request.preparation import (
     MOST_CHOICES,
     MOST_PROMPTS_BYTES,

@@ -261,8 +261,7 @@ async def test_an_http_1_0_client_gets_no_chunks(gate: Public) -> None:
 
 
 @each_case(
-    "path",
-    [f"http://localhost{CHAT}", f"HTTP://127.0.0.1:80{CHAT}?x=y", "/v1/chat/%63ompletions"],
+    "path", [f"http://localhost{CHAT}", f"HTTP://127.0.0.1:80{CHAT}?x=y", "/v1/chat/%63ompletions"]
 )
 async def test_a_path_may_have_a_query_escapes_or_a_host(gate: Public, path: str) -> None:
     gate.forget()

@@ -47,12 +47,7 @@ async def uploaded(asker: AsyncOpenAI, *lines: dict[str, Any] | bytes) -> FileOb
 async def created(asker: AsyncOpenAI, *lines: dict[str, Any] | bytes, **options: Any) -> Batch:
     file = await uploaded(asker, *lines)
     return await asker.batches.create(
-        **{
-            "input_file_id": file.id,
-            "endpoint": CHAT,
-            "completion_window": "24h",
-            **options,
-        }
+        **{"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h", **options}
     )
 
 

@@ -105,27 +105,6 @@ def fleeting(gate: Public, left: Left) -> Callable[[], bool]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "fields", "codes"),
-    [
-        ({"queue": {"max": 2}}, (), {200, 429}),
-        ({"queue": {"max_wait": 1}}, (), {200, 503}),
-        ({}, ("X-Request-Timeout: 0.5",), {503, 504}),
-    ],
-    ids=["refused", "waited too long", "deadline"],
-)
-@in_virtual_time
-async def test_of_requests_that_no_slot_comes_for(
-    tmp_path: Path, settings: dict[str, Any], fields: tuple[str, ...], codes: set[int], left: Left
-) -> None:
-    node = EmulatedNode(slots=1, decode_tps=20, keepalive_requests=1)
-    async with public(tmp_path, {"health": {"interval": 60}, **settings}, node) as gate:
-        asked = [gate.chat(*fields, max_tokens=40) for _ in range(8)]
-        assert {found.status for found in await asyncio.gather(*asked)} == codes
-        del asked
-        await until(fleeting(gate, left), 2.0, left)
-
-
-@pytest.mark.parametrize(
     ("times", "fault"),
     [(1, {"kind": "reset"}), (2, {"kind": "status", "status": 500}), (9, {"kind": "reset"})],
 )

@@ -189,11 +189,7 @@ async def test_a_key_for_one_model_sees_no_other() -> None:
 )
 @in_virtual_time
 async def test_the_admin_listener_without_an_admin_key(key: str | None) -> None:
-    keyless = {
-        "/": INDEX_PAGE,
-        "/health": '{"status":"ok"}',
-        "/ready": '{"status":"ready"}',
-    }
+    keyless = {"/": INDEX_PAGE, "/health": '{"status":"ok"}', "/ready": '{"status":"ready"}'}
     files = "/dashboard/{file:path}"
     assert {route.path for route in ADMIN_ROUTES if route.role is None} == {*keyless, files}
     async with gateway_with_keys() as (gateway, secrets):
