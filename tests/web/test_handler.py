@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from gateway.callers.keys import ApiKey, new_key
+from gateway.callers.keys import new_key
 from gateway.nodes.node import NodeState
 from tests.emulator import EmulatedNode
 from tests.emulator.raw_connection import RawConnection, raw_connection
@@ -25,65 +25,37 @@ from tests.forward.proxy_over_nodes import (
 from tests.gateways import Running, running_gateway, until
 from tests.virtual import in_virtual_time, now
 from tests.web.bare_gateway import CHAT
-from tests.web.raw_client import Answer, Public, public, request
+from tests.web.raw_client import Answer, public, request
 
-ALICE, BOB, CAROL = new_key("alice"), new_key("bob"), new_key("carol")
+BOB = new_key("bob")
+KEY = {"authorization": f"Bearer {BOB.text}"}
 LONG = "What nobody else may know, " * 150
+CACHING: dict[str, Any] = {"slots": 4, "prefill_tps": 500.0, "decode_tps": 100.0}
+CACHING |= {"cache_ram": 1 << 20}
 
 
-@asynccontextmanager
-async def tenants(
-    folder: Path, *nodes: EmulatedNode, cache: dict[str, Any], **settings: Any
-) -> AsyncIterator[ProxyOverNodes]:
-    """Alice is of one group, Bob and Carol are of another; `cache` holds for all."""
-    groups = {ALICE.id: "one", BOB.id: "other", CAROL.id: "other"}
-    keys = [
-        {"id": key.id, "sha256": key.sha256, "group": groups[key.id]} for key in (ALICE, BOB, CAROL)
-    ]
+def tenant(
+    folder: Path, *nodes: EmulatedNode, cache: dict[str, Any]
+) -> AbstractAsyncContextManager[ProxyOverNodes]:
+    """A gateway with one key, whose cache is kept like this."""
     alike = ({"speed_hint": 1.0},) * len(nodes)  # There is nothing to explore.
-    async with proxy_over(folder, *nodes, nodes=alike, keys=keys, cache=cache, **settings) as proxy:
-        yield proxy
-
-
-def caching(**more: Any) -> EmulatedNode:
-    return EmulatedNode(
-        **{"slots": 4, "prefill_tps": 500.0, "decode_tps": 100.0, "cache_ram": 1 << 20, **more}
-    )
-
-
-def as_(key: ApiKey, **more: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key.text}", **more}
-
-
-async def is_drawn(proxy: ProxyOverNodes, first: ApiKey, second: ApiKey, subject: str) -> bool:
-    """Whether the second's request follows the first's equal prompt to its node."""
-    messages = [{"role": "system", "content": f"{subject}: {LONG}"}]
-    reply = await proxy.ask(headers=as_(first), messages=messages, max_tokens=4)
-    home = proxy.attempts[-1].node
-    other = await proxy.ask(headers=as_(second), messages=messages, max_tokens=4)
-    assert reply.status_code == other.status_code == 200
-    return proxy.attempts[-1].node == home
+    keys = [{"id": BOB.id, "sha256": BOB.sha256, "group": "other"}]
+    return proxy_over(folder, *nodes, nodes=alike, keys=keys, cache=cache)
 
 
 @pytest.mark.parametrize("path", GENERATION_PATHS)
 @in_virtual_time
 async def test_a_resumed_stream_hides_what_was_cached(tmp_path: Path, path: str) -> None:
-    nodes = [caching() for _ in range(3)]
-    async with tenants(tmp_path, *nodes, cache={"hide": True}) as proxy:
-        asked = {
-            **prompt_field(path, LONG),
-            "temperature": 0,
-            "max_tokens": 30,
-            "n_predict": 30,
-            "timings_per_token": True,
-            "return_progress": True,
-        }
+    nodes = [EmulatedNode(**CACHING) for _ in range(3)]
+    async with tenant(tmp_path, *nodes, cache={"hide": True}) as proxy:
+        asked = {**prompt_field(path, LONG), "temperature": 0, "max_tokens": 30, "n_predict": 30}
+        asked |= {"timings_per_token": True, "return_progress": True}
         if path in {"/v1/chat/completions", "/v1/completions"}:
             asked["stream_options"] = {"include_usage": True}
-        whole = await proxy.stream(path, headers=as_(BOB), **asked)
+        whole = await proxy.stream(path, headers=KEY, **asked)
         for node in nodes:
             node.faults.next("reset", after_events=8)
-        reply = await proxy.stream(path, headers=as_(BOB, **{"x-gateway-progress": "1"}), **asked)
+        reply = await proxy.stream(path, headers=KEY | {"x-gateway-progress": "1"}, **asked)
         await proxy.settled()
         assert path == "/v1/responses" or proxy.finished[-1].attempts > 1
         assert proxy.finished[0].prompt_tokens > 500
@@ -98,13 +70,13 @@ async def test_a_resumed_stream_hides_what_was_cached(tmp_path: Path, path: str)
 
 @in_virtual_time
 async def test_without_a_prompt_cache_no_prompt_draws_a_request(tmp_path: Path) -> None:
-    nodes = [caching() for _ in range(3)]
-    async with tenants(tmp_path, *nodes, cache={"prompt_cache": False}) as proxy:
+    nodes = [EmulatedNode(**CACHING) for _ in range(3)]
+    async with tenant(tmp_path, *nodes, cache={"prompt_cache": False}) as proxy:
         for path in GENERATION_PATHS:
             for node in nodes:
                 node.faults.next("reset", after_events=5)
             body = {**prompt_field(path, LONG), "max_tokens": 20, "n_predict": 20}
-            reply = await proxy.stream(path, headers=as_(BOB), cache_prompt=True, **body)
+            reply = await proxy.stream(path, headers=KEY, cache_prompt=True, **body)
             assert reply.status == 200
         await proxy.settled()
         generating = {"/completion", "/v1/chat/completions", "/v1/completions", "/v1/responses"}
@@ -114,8 +86,12 @@ async def test_without_a_prompt_cache_no_prompt_draws_a_request(tmp_path: Path) 
         assert not any(request.path == "/v1/messages" for node in nodes for request in node.seen)
         for node in nodes:
             node.faults.clear()
-        drawn = [await is_drawn(proxy, BOB, BOB, f"bob{i}") for i in range(8)]
-        assert not all(drawn)
+        homes = []
+        for number in range(16):  # each prompt twice
+            messages = [{"role": "system", "content": f"{number // 2}: {LONG}"}]
+            await proxy.ask(headers=KEY, messages=messages, max_tokens=4)
+            homes.append(proxy.attempts[-1].node)
+        assert homes[::2] != homes[1::2]
 
 
 INFILL: dict[str, Any] = {"input_prefix": "def f(", "input_suffix": "):", "n_predict": 200}
@@ -127,16 +103,8 @@ def slow(slots: int = 2) -> EmulatedNode:
     return EmulatedNode(slots=slots, decode_tps=20.0, infill=True)
 
 
-def asks(
-    path: str, body: Mapping[str, Any], session: str | None = None, *, stream: bool = True
-) -> bytes:
-    fields = [] if session is None else [f"X-Session-Id: {session}"]
-    return request({**body, "stream": stream}, *fields, path=path)
-
-
-async def is_over(gate: Public, slots: int) -> None:
-    await until(lambda: gate.running.gateway.fleet.nodes["node-0"].leased == slots, 5.0)
-    await until(lambda: gate.node.busy == slots, 5.0)
+def asks(path: str, body: Mapping[str, Any], session: str, *, stream: bool = True) -> bytes:
+    return request({**body, "stream": stream}, f"X-Session-Id: {session}", path=path)
 
 
 def superseded(found: Answer) -> None:
@@ -166,7 +134,8 @@ async def test_a_stream_is_superseded_with_an_error_event(
             event = json.loads(end.rsplit(b"data: ", 1)[1].split(b"\n")[0])
             assert event["error"]["code"] == "superseded"
             assert b"[DONE]" not in end
-            await is_over(gate, 1)
+            node = gate.running.gateway.fleet.nodes["node-0"]
+            await until(lambda: node.leased == gate.node.busy == 1, 5.0)
         await until(lambda: len(gate.records()) == 2)
         assert {record.reason for record in gate.ended} == {"superseded", "client_closed"}
         assert gate.running.gateway.fleet.nodes["node-0"].failures == 0

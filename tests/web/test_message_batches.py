@@ -43,11 +43,8 @@ def client(running: Running, key: ApiKey = ALICE) -> AsyncAnthropic:
 
 
 def request(name: str, **changed: Any) -> Any:
-    params = {
-        "model": "m",
-        "max_tokens": 8,
-        "messages": [{"role": "user", "content": f"Say {name}"}],
-    }
+    messages = [{"role": "user", "content": f"Say {name}"}]
+    params = {"model": "m", "max_tokens": 8, "messages": messages}
     return {"custom_id": name, "params": params | changed}
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,99 +33,89 @@ from tests.virtual import in_virtual_time
 from tests.web.raw_client import HELLO, Public, public, request
 
 KINDS = (
-    BoundedProtocol,
-    FlowControl,
-    ClientConnection,
-    InFlightRequest,
-    Request,
-    RequestResponseCycle,
+    BoundedProtocol, FlowControl, ClientConnection, InFlightRequest, Request, RequestResponseCycle,
     HttpExchange,
-)
+)  # fmt: skip
 SHORT = {**HELLO, "max_tokens": 2}
 CLOSE = "Connection: close"
-Left = Callable[[], Counter[str]]
+CALM = {"health": {"interval": 60}, "heartbeat": "off"}
 
 
-@pytest.fixture
-def left() -> Iterator[Left]:
-    """Objects that the test has made; the garbage collector is off meanwhile."""
+@contextmanager
+def nothing_left() -> Iterator[Callable[[Public], Awaitable[None]]]:
+    """Gives a wait for the end of all objects that are made within; nothing else collects them."""
 
-    def there() -> Counter[str]:
+    def left() -> Counter[str]:
         kinds = Counter(map(type, gc.get_objects()))
         return Counter({k.__name__: n for k, n in kinds.items() if issubclass(k, KINDS)})
 
+    async def wait(gate: Public) -> None:
+        def gone() -> bool:
+            gate.records().clear()
+            return not (gate.running.gateway.registry or left())
+
+        await until(gone, 30.0, left)
+
     gc.freeze()  # Those of other tests are not looked at: with them a look takes 50 ms.
     gc.disable()
-    yield there
-    gc.enable()
-    gc.unfreeze()
+    try:
+        yield wait
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 @in_virtual_time
-async def test_of_a_connection_that_was_served(tmp_path: Path, left: Left) -> None:
+async def test_of_a_connection_that_was_served(tmp_path: Path) -> None:
     node = EmulatedNode(slots=1, keepalive_requests=1)
-    async with public(tmp_path, {"health": {"interval": 60}}, node) as gate:
-        for data in (
-            request(SHORT, CLOSE),
-            request({**SHORT, "stream": True}, CLOSE),
-            request(SHORT) + request(SHORT, CLOSE),
-            request({**SHORT, "model": "nobody"}, CLOSE),
-            request(b"", CLOSE, method="GET", path="/v1/models"),
-            b"garbage\r\n\r\n",
-        ):
-            for _ in range(3):
+    with nothing_left() as wait:
+        async with public(tmp_path, CALM, node) as gate:
+            for data in (
+                request(SHORT, CLOSE),
+                request({**SHORT, "stream": True}, CLOSE),
+                request(SHORT) + request(SHORT, CLOSE),
+                request({**SHORT, "model": "nobody"}, CLOSE),
+                request(b"", CLOSE, method="GET", path="/v1/models"),
+                b"garbage\r\n\r\n",
+            ):
                 async with raw_connection(gate.url) as wire:
                     await wire.send(data)
                     await wire.rest()
-            await until(fleeting(gate, left), 30.0, left)
+                await wait(gate)
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @in_virtual_time
-async def test_of_clients_that_leave(tmp_path: Path, stream: bool, left: Left) -> None:
+async def test_of_clients_that_leave(tmp_path: Path) -> None:
     node = EmulatedNode(slots=1, decode_tps=200, keepalive_requests=1)
-    settings = {"health": {"interval": 60}, "heartbeat": "off"}
-    async with public(tmp_path, settings, node, well=False) as gate:
-        for _ in range(3):
-            async with raw_connection(gate.url) as running, raw_connection(gate.url) as waiting:
-                await running.send(request({**HELLO, "max_tokens": 2000, "stream": stream}))
-                await until(lambda: node.busy == 1)
-                await waiting.send(request({**SHORT, "stream": stream}))
-                await until(lambda: len(gate.running.gateway.scheduler.queue_positions()) == 1)
-        await until(fleeting(gate, left), 30.0, left)
+    with nothing_left() as wait:
+        async with public(tmp_path, CALM, node, well=False) as gate:
+            queue = gate.running.gateway.scheduler.queue_positions
+            for stream in (False, True):
+                async with raw_connection(gate.url) as running, raw_connection(gate.url) as waiting:
+                    await running.send(request({**HELLO, "max_tokens": 2000, "stream": stream}))
+                    await until(lambda: node.busy == 1)
+                    await waiting.send(request({**SHORT, "stream": stream}))
+                    await until(lambda: len(queue()) == 1)
+                await wait(gate)
 
 
-def fleeting(gate: Public, left: Left) -> Callable[[], bool]:
-    """Whether no objects are left once the records of the requests are published."""
-
-    def gone() -> bool:
-        gate.records().clear()
-        return not (gate.running.gateway.registry or left())
-
-    return gone
+RESET, FAILS = {"kind": "reset"}, {"kind": "status", "status": 500}
 
 
-@pytest.mark.parametrize(
-    ("times", "fault"),
-    [(1, {"kind": "reset"}), (2, {"kind": "status", "status": 500}), (9, {"kind": "reset"})],
-)
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("after", [{}, {"after_events": 2}], ids=["at once", "within the stream"])
+@pytest.mark.parametrize(("times", "fault"), [(1, RESET), (2, FAILS), (9, RESET)])
 @in_virtual_time
 async def test_of_requests_whose_nodes_fail(
-    tmp_path: Path,
-    times: int,
-    fault: dict[str, Any],
-    stream: bool,
-    after: dict[str, Any],
-    left: Left,
+    tmp_path: Path, times: int, fault: dict[str, Any]
 ) -> None:
     node = EmulatedNode(slots=2, keepalive_requests=1)
-    async with public(tmp_path, {"health": {"interval": 60}}, node, well=False) as gate:
-        for _ in range(times):
-            node.faults.next(**fault, **after)
-        await gate.chat(max_tokens=20, stream=stream)
-        await until(fleeting(gate, left), 2.0, left)
+    with nothing_left() as wait:
+        async with public(tmp_path, CALM, node, well=False) as gate:
+            for stream, after in itertools.product((False, True), ({}, {"after_events": 2})):
+                for _ in range(times):
+                    node.faults.next(**fault, **after)
+                await gate.chat(max_tokens=20, stream=stream)
+                node.faults.clear()
+                await wait(gate)
 
 
 KEYS = [new_key(), new_key()]
