@@ -48,8 +48,8 @@ def changed(target: Target) -> Any:
 @pytest.mark.parametrize("name", MODULES)
 def test_every_changed_seed_passes(name: str) -> None:
     target = target_of(name)
-    check: Any = given(changed(target))(target.make_check())
-    check()
+    every: Any = given(changed(target))
+    every(target.make_check())()
 
 
 def test_an_input_that_takes_long_fails() -> None:
