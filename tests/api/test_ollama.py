@@ -252,20 +252,17 @@ UNKNOWN = ModelSummary("u", 10**9, {"embeddings"}, is_up=False, on_gpu=False)
 def test_pages_about_models() -> None:
     known, unknown = page("/api/tags")["models"]
     assert (known["name"], known["size"], known["modified_at"]) == ("m", 4_000, CREATED)
-    assert [one["details"]["parameter_size"] for one in (known, unknown)] == ["7.2B", ""]
-    assert known["details"]["quantization_level"] == "Q4_K - Medium"
+    details = known["details"]
+    assert (details["parameter_size"], details["quantization_level"]) == ("7.2B", "Q4_K - Medium")
     assert known["capabilities"] == ["completion", "tools", "insert"]
     assert known["digest"] != unknown["digest"]
     [loaded] = page("/api/ps")["models"]
     assert (loaded["size_vram"], loaded["context_length"]) == (4_000, 4096)
     assert page("/api/show", name="u")["capabilities"] == ["embedding"]
-    assert page("/api/show", model="m")["model_info"]["llama.context_length"] == 4096
     assert page("/api/show", model="m:latest") == page("/api/show", model="m")
-    for name in ("nobody", "nobody:latest"):
-        with pytest.raises(GatewayError, match="'nobody'"):
-            page("/api/show", model=name)
-    with pytest.raises(GatewayError, match="'name' must be a string"):
-        page("/api/show", name=5)
+    for name, why in (("nobody:latest", "'nobody'"), (5, "'name' must be a string")):
+        with pytest.raises(GatewayError, match=why):
+            page("/api/show", name=name)
     assert page("/") == "Ollama is running"
 
 

@@ -13,7 +13,7 @@ import pytest
 from gateway.app.assembly import Timings
 from tests.emulator import EmulatedNode
 from tests.emulator.raw_connection import RawConnection, raw_connection, unchunk
-from tests.gateways import running_gateway, until
+from tests.gateways import until
 from tests.virtual import in_virtual_time
 from tests.web.raw_client import CHAT, HELLO, Public, public, request
 
@@ -145,29 +145,6 @@ def outcome_of(path: str, data: bytes, message: str, kind: str = "api_error") ->
         assert value["request_id"].startswith("req_")
     if path == "/v1/responses":
         assert value["type"] == "error"
-
-
-@in_virtual_time
-async def test_heartbeats_continue_while_another_node_is_tried(tmp_path: Path) -> None:
-    async with (
-        running_gateway(
-            tmp_path, [one := EmulatedNode(), two := EmulatedNode()], BEATING
-        ) as running,
-        raw_connection(running.url) as wire,
-    ):
-        for node in (one, two):
-            node.faults.next("hang", after_events=0)
-        await wire.send(stream(max_tokens=2))
-        assert (await wire.head()).startswith(b"HTTP/1.1 200 ")
-        assert await chunk(wire) == b":\n"
-        first, second = (one, two) if one.requests else (two, one)
-        await first.kill()
-        await until(lambda: second.requests == 1)
-        second.faults.release()
-        body = await body_of(wire)
-        assert body.lstrip(b":\n").startswith(b"data: {")
-        assert body.endswith(b"data: [DONE]\n\n")
-        assert one.requests + two.requests == 2
 
 
 CODEX = ["originator: codex_exec", "user-agent: codex_cli_rs/0.171.0 (Debian 12.0.0; x86_64) xterm"]

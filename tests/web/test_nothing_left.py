@@ -100,6 +100,7 @@ async def test_of_clients_that_leave(tmp_path: Path) -> None:
 
 
 RESET, FAILS = {"kind": "reset"}, {"kind": "status", "status": 500}
+AFTER: list[dict[str, Any]] = [{}, {"after_events": 2}]
 
 
 @pytest.mark.parametrize(("times", "fault"), [(1, RESET), (2, FAILS), (9, RESET)])
@@ -110,7 +111,7 @@ async def test_of_requests_whose_nodes_fail(
     node = EmulatedNode(slots=2, keepalive_requests=1)
     with nothing_left() as wait:
         async with public(tmp_path, CALM, node, well=False) as gate:
-            for stream, after in itertools.product((False, True), ({}, {"after_events": 2})):
+            for stream, after in itertools.product((False, True), AFTER):
                 for _ in range(times):
                     node.faults.next(**fault, **after)
                 await gate.chat(max_tokens=20, stream=stream)
