@@ -22,12 +22,19 @@ from gateway.api.json_values import (
     parse_object,
     run_at_once,
 )
-from gateway.api.messages import MESSAGES, ChatToMessage, chat_request
+from gateway.api.messages import (
+    MESSAGES,
+    ChatToMessage,
+    MessagesRewriter,
+    NativeToMessagesRewriter,
+    chat_request,
+)
 from gateway.api.resuming import data_event
+from gateway.api.transcript import Transcript
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.transport.errors import InvalidResponse
-from tests.api.events import answering, assembled, event, values
+from tests.api.events import SPLICE_POINT, answering, assembled, event, values
 from tests.each_case import each_case
 from tests.gateways import NO_TLS
 from tests.servers import demo_servers
@@ -67,6 +74,52 @@ def delta(index: int, **fields: Any) -> dict[str, Any]:
 
 
 # After a resumption.
+
+
+# After a resumption.
+
+
+@each_case(
+    ("blocks", "tokens", "started", "stopped"),
+    [
+        ({}, 0, [0], [0]), ({0: "text"}, 1, [], [0]), ({1: "text"}, 2, [], [1]),
+        ({0: "signed", 1: "text"}, 2, [], [0, 1]), ({0: "thinking"}, 1, [1], [0, 1]),
+    ],
+)  # fmt: skip
+def test_every_block_is_stopped_once(
+    blocks: dict[int, str], tokens: int, started: list[int], stopped: list[int]
+) -> None:
+    sent = Transcript(
+        token_count=tokens, block_index=max(blocks, default=0), open_blocks=dict(blocks)
+    )
+    native = NativeToMessagesRewriter(sent, SPLICE_POINT)
+    found = values(native.rewrite({"content": "a", "stop": True, "stop_type": "limit"}))
+    for kind, indexes in (("start", started), ("stop", stopped)):
+        of_kind = [one["index"] for one in found if one["type"] == f"content_block_{kind}"]
+        assert of_kind == indexes
+    assert found[-2]["delta"]["stop_reason"] == "max_tokens"
+    same_api = MessagesRewriter(sent, SPLICE_POINT)
+    assert same_api.rewrite({"type": "message_start", "message": {}}) == b""
+    if started != [1]:
+        (told,) = values(same_api.rewrite(delta(0, type="text_delta", text="b")))
+        assert told["index"] == max(stopped)
+
+
+TEXT = {"type": "text", "text": "no"}
+THINKING = {"type": "thinking", "thinking": "hm", "signature": "x"}
+CHATS: list[tuple[object, JsonObject | None]] = [
+    ("no", {"content": "no"}), ([TEXT], {"content": "no"}),
+    ([THINKING, TEXT], {"content": "no", "reasoning_content": "hm"}), ([TEXT, TEXT], None),
+    ([THINKING], None), ([{"type": "image"}, TEXT], None), (None, None),
+]  # fmt: skip
+
+
+@each_case(("content", "expected"), CHATS)
+def test_messages_become_the_servers_own_chat(content: object, expected: JsonObject | None) -> None:
+    messages = [{"role": "assistant", "content": content}]
+    chat = MESSAGES.chat_body({"system": [TEXT], "messages": messages})
+    system = {"role": "system", "content": "no"}
+    assert chat == (expected and {"messages": [system, {"role": "assistant"} | expected]})
 
 
 # The repair of stop reasons.
@@ -227,6 +280,19 @@ def test_blocks_become_parts_calls_and_results() -> None:
         tool | {"content": [shown]},
         {"role": "user", "content": [shown]},
     ]
+
+
+def test_a_large_body_without_a_format_passes_unless_the_prompt_cache_is_off() -> None:
+    body = msgspec.json.encode(HELLO | {"output_config": 7, "system": "a" * 100_000})
+    broken = b'{"output_config": {"format": "' + b"a" * 100_000
+    for data in (body, broken):
+        assert MESSAGES.needs_translation("/v1/messages", data, Settings())
+        assert run_at_once(MESSAGES.translate(data, lambda _: True)).body is data
+    # A node would answer them from its prompt cache.
+    kept_out = run_at_once(MESSAGES.translate(body, lambda _: True, prompt_cache=False))
+    assert kept_out.path == "/v1/chat/completions"
+    with pytest.raises(GatewayError):
+        run_at_once(MESSAGES.translate(broken, lambda _: True, prompt_cache=False))
 
 
 @each_case("messages", [None, "x", {"role": "user"}, 7])

@@ -189,7 +189,9 @@ async def test_a_500_that_blames_the_request_is_400_and_goes_to_one_node(tmp_pat
         )
         async def check(message: str, path: str) -> None:
             one.faults.next("status", status=500, body=_error_of(500, message).decode())
-            more = {"model": "demo", "messages": MESSAGES} if path == "/api/chat" else {}
+            more: dict[str, Any] = {}
+            if path == "/api/chat":
+                more = {"model": "demo", "messages": MESSAGES}
             reply = await proxy.ask(path, **more)
             told = reply.json()["error"]
             assert reply.status_code == 400

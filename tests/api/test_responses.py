@@ -479,6 +479,15 @@ def test_reasoning_goes_on_and_ends_in_a_message() -> None:
     assert [item["id"] for item in output] == ["rs_1", "msg_1"]
 
 
+def test_a_numbered_stream_goes_on_with_its_numbers() -> None:
+    rewriter = NativeToResponsesRewriter(read(ADDED, text("a", sequence_number=8)), POINT)
+    data = rewriter.rewrite({"content": "b"})
+    found = values(data + rewriter.rewrite({"content": "", "stop": True, "stop_type": "limit"}))
+    assert [value["sequence_number"] for value in found] == list(range(9, 14))
+    assert found[0]["output_index"] == found[0]["content_index"] == 0
+    assert found[-1]["response"]["output"][0]["content"][0]["text"] == "ab"
+
+
 def test_ends_that_were_sent_are_not_sent_again() -> None:
     done = {"type": "response.output_text.done", "item_id": "msg_1", "text": "a"}
     transcript = read(ADDED, text("a"), done)

@@ -78,6 +78,7 @@ def audio(data: bytes) -> list[dict[str, Any]]:
         (json.dumps({"url": data_url(gif(560, 280) + b"\xff" * 3000)}).replace("/", "\\/"), 200),
         (json.dumps(data_url(png(100_000, 100_000))), MOST_IMAGE_TOKENS),
         (json.dumps(data_url(png(1, 1))), 8),
+        (json.dumps(data_url(b"\xff\xd8" + b"\xff\xe1\x00\x02" * 999)), UNREADABLE_IMAGE_TOKENS),
         (json.dumps(audio(wav(29, 2000))), AUDIO_CHUNK_TOKENS),
         (json.dumps(audio(wav(31, 2000))), 2 * AUDIO_CHUNK_TOKENS),
         (json.dumps([{"data": text_of(b"ID3" + bytes(16_000 * 40))}]), 2 * AUDIO_CHUNK_TOKENS),
