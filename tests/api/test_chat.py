@@ -81,8 +81,6 @@ def test_what_cannot_be_repeated_is_not_resumed(choice: dict[str, Any], reason: 
     assert reason in transcript.unresumable
 
 
-# The plain response.
-
 HEAD = {"created": 7, "id": "chatcmpl-1", "model": "demo", "system_fingerprint": "b0-unknown"}
 
 
@@ -190,9 +188,6 @@ def test_a_chat_is_assembled_without_any_words_or_figures() -> None:
     assert "usage" not in whole
 
 
-# After a resumption.
-
-
 def test_a_chat_that_ends_within_the_overlap_is_a_mismatch() -> None:
     rewriter = ChatRewriter(Transcript(first_event=IDENTITY), OVERLAPPING)
     with pytest.raises(OverlapMismatch):
@@ -226,9 +221,6 @@ def test_only_the_templates_own_white_space_is_stripped_from_content(behind: str
     out = b"".join(rewriter.rewrite({"content": text}) for text in texts)
     content = "".join(v["choices"][0]["delta"].get("content", "") for v in values(out))
     assert content == (behind.removeprefix("\n\n") if behind != "\n" else "") + "Yes"
-
-
-# Token ids.
 
 
 def test_logprobs_that_only_the_gateway_asked_for_are_removed() -> None:

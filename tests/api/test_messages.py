@@ -39,8 +39,6 @@ from tests.each_case import each_case
 from tests.gateways import NO_TLS
 from tests.servers import demo_servers
 
-# Errors.
-
 
 @each_case(
     ("status", "kind"),
@@ -63,20 +61,8 @@ def test_an_error_has_anthropics_type(status: int, kind: str) -> None:
         assert not MESSAGES.is_own_error(other)
 
 
-# The plain response.
-
-
 def delta(index: int, **fields: Any) -> dict[str, Any]:
     return {"type": "content_block_delta", "index": index, "delta": fields}
-
-
-# Usage.
-
-
-# After a resumption.
-
-
-# After a resumption.
 
 
 @each_case(
@@ -120,9 +106,6 @@ def test_messages_become_the_servers_own_chat(content: object, expected: JsonObj
     chat = MESSAGES.chat_body({"system": [TEXT], "messages": messages})
     system = {"role": "system", "content": "no"}
     assert chat == (expected and {"messages": [system, {"role": "assistant"} | expected]})
-
-
-# The repair of stop reasons.
 
 
 def stop_repair(body: JsonObject, **repairs: bool) -> ResponseRewriter | None:
@@ -190,9 +173,6 @@ def needed(body: JsonObject, path: str = "/v1/messages", settings: Settings | No
     return MESSAGES.needs_translation(path, data, settings or Settings())
 
 
-# Which requests
-
-
 @each_case(
     ("body", "is_translated"),
     [
@@ -212,9 +192,6 @@ def test_only_a_message_with_a_format_is_translated(body: JsonObject, is_transla
     assert needed(body) is is_translated
     assert not needed(body, "/v1/messages/count_tokens")
     assert not needed(body, settings=Settings.model_validate({"repairs": {"output_config": False}}))
-
-
-# What goes out
 
 
 def test_the_chat_has_the_format_and_the_same_parameters() -> None:
@@ -301,8 +278,6 @@ def test_messages_that_are_no_list_are_refused(messages: Any) -> None:
         as_chat({"messages": messages})
     assert (refused.value.status, refused.value.param) == (400, "messages")
 
-
-# What comes back
 
 CHUNK: JsonObject = {"id": "c1", "model": "m", "object": "chat.completion.chunk"}
 USAGE = {"prompt_tokens": 9, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 4}}

@@ -480,8 +480,6 @@ def test_endless_values_and_no_utf8_are_refused(translate: Any, body: bytes, sai
     assert raised.value.status == 400
 
 
-# Large bodies.
-
 LONG = "x" * (LONG_STRING_BYTES + 1)
 TEXTS = st.sampled_from(
     ["", "short", LONG, f'{LONG}"quoted"', "\\" * 5000, f"{LONG}\\", '"' * 2000, "ä\n\t" * 900]

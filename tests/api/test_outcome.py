@@ -91,9 +91,6 @@ async def test_an_endpoint_that_no_node_has_is_501_with_the_nodes_hint(
         assert (await proxy.ask()).status_code == 200
 
 
-# Forms.
-
-
 @in_virtual_time
 async def test_a_form_is_forwarded_unchanged_but_for_the_models_name(tmp_path: Path) -> None:
     node = EmulatedNode(audio=True, model="whisper-1")
@@ -246,8 +243,6 @@ async def test_a_prompt_too_long_for_all_is_400_with_the_context(
         assert small.requests + other.requests <= 2
         assert [proxy.node(name).failures for name in "ab"] == [0, 0]
 
-
-# The classification alone.
 
 OVERFLOW = b'{"error":{"type":"exceed_context_size_error","n_prompt_tokens":9,"n_ctx":8}}'
 

@@ -224,8 +224,6 @@ def test_the_number_of_items_is_bounded() -> None:
         rewriter.rewrite_events(named_event(call(MOST_ITEMS, [])[0]))
 
 
-# Which requests and nodes
-
 LLAMA_CPP, OPENAI = answering(), answering("openai", None)
 SCHEMA = {"type": "object"}
 BOUND = {"type": "json_schema", "name": "n", "strict": True, "schema": SCHEMA}

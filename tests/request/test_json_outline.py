@@ -45,8 +45,6 @@ def refused(
     return raised.value.code, raised.value.message
 
 
-# The cost of a scan.
-
 SIZE = 1 << 19
 LOW = LimitSettings(json_containers=10_000, json_strings=50_000)
 

@@ -89,9 +89,6 @@ def refused(body: Any, *args: Any, **keys: Any) -> tuple[int, str, str | None]:
     return raised.value.status, raised.value.code, raised.value.param
 
 
-# Slots.
-
-
 @each_case(
     ("path", "body", "slots"),
     [
@@ -113,9 +110,6 @@ def test_more_completions_than_allowed_are_refused(n: str) -> None:
     body = f'{{"n":{n}}}'.encode()
     assert refused(body) == (400, "invalid_request", "n")
     assert refused(body.replace(b"n", b"n_cmpl"), "/completion")[2] == "n_cmpl"
-
-
-# Models.
 
 
 def test_a_paused_model_is_refused_and_left_out_where_an_alias_has_others() -> None:
@@ -159,9 +153,6 @@ def test_each_model_has_the_body_that_its_rules_make() -> None:
         "x": {"model": "helper", "seed": 1, "temperature": 0.5},
         "y": {"model": "helper", "temperature": 0.5, "max_tokens": 10},
     }
-
-
-# Limits.
 
 
 def test_a_deadline_counts_from_the_arrival() -> None:
@@ -219,9 +210,6 @@ def test_a_node_is_sent_one_bound(path: str, asked: dict[str, Any], sent: dict[s
     assert body == BODIES[path] | sent
 
 
-# Images.
-
-
 def body_with_image(url: str) -> dict[str, Any]:
     part = {"type": "image_url", "image_url": {"url": url}}
     return {"messages": [{"role": "user", "content": [part]}]}
@@ -254,9 +242,6 @@ def test_an_operator_may_allow_hosts() -> None:
         "file://pictures.example/etc/passwd", "http://pictures.example /x", "http://[::1",
     ):  # fmt: skip
         assert refused(body_with_image(url), media_hosts=hosts)[0] == 400
-
-
-# At the node.
 
 
 @in_virtual_time

@@ -34,9 +34,6 @@ def outcome_of(found: Answer) -> tuple[int, str | None]:
     return found.status, found.code
 
 
-# Bodies.
-
-
 MANY = b"x" * 100_000
 
 
@@ -117,9 +114,6 @@ async def test_wrong_paths_are_404_or_405(
         assert found.headers["allow"] in {"POST", "GET, HEAD"}
 
 
-# Sizes.
-
-
 @pytest.mark.parametrize("fields", [[], ["Expect: 100-continue"]])
 async def test_a_body_declared_too_large_is_413_at_once(gate: Public, fields: list[str]) -> None:
     async with raw_connection(gate.url) as wire:
@@ -194,9 +188,6 @@ async def test_a_refused_head_or_body_gets_the_error_form_of_its_path(
     else:
         assert set(value["error"]) == {"message", "type", "param", "code"}
         assert "request-id" not in found.headers
-
-
-# HTTP.
 
 
 @each_case(

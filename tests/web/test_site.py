@@ -41,9 +41,6 @@ async def ids(gateway: BareGateway, **headers: str) -> list[str]:
     return [card["id"] for card in response.json()["data"]]
 
 
-# Models.
-
-
 async def test_models_are_those_declared_and_those_reported() -> None:
     async with bare_gateway(
         EmulatedNode(model="said"), a_spec("b", DEAD, model="declared")
@@ -136,9 +133,6 @@ async def test_while_a_node_may_yet_serve_a_model_it_is_503() -> None:
             assert (await gateway.public.get("/v1/models/demo")).status_code == 200
 
 
-# Properties.
-
-
 async def test_props_contain_sizes_but_no_path_and_no_template() -> None:
     async with (
         EmulatedNode(context=8192, slots=3, model="other") as large,
@@ -160,9 +154,6 @@ async def test_props_contain_sizes_but_no_path_and_no_template() -> None:
         "modalities": {"vision": False, "audio": False, "video": False},
     }
     assert (unknown.status_code, error_of(unknown)["code"]) == (404, "model_not_found")
-
-
-# What is not there.
 
 
 async def test_own_paths_accept_get_and_head_and_those_of_nodes_post_alone() -> None:
@@ -193,9 +184,6 @@ async def test_errors_of_anthropics_paths_and_their_like_have_its_form() -> None
             assert (response.status_code, answer["type"]) == (status, "error"), path
             assert answer["error"]["type"] == kind
             assert answer["request_id"] == response.headers["request-id"] == "mine"
-
-
-# Pages of other origins.
 
 
 @each_case(
