@@ -177,6 +177,10 @@ def test_numbered_heartbeats_move_up_the_numbers_that_a_node_gave_itself() -> No
     assert moved == delta.replace(b": 1}", b": 2}") + b":\n" + named("x", sequence_number=3)
     assert b'"sequence_number":4}' in beats.heartbeat()
     assert beats.rewrite_events(begun[-10:]) == begun[-10:]
+    stored = RESPONSES.numbered_heartbeats()
+    kept = begun + named("response.in_progress", sequence_number=1)
+    assert stored.of_log(kept) == kept
+    assert b'"sequence_number":1}' in stored.of_log(b":\n"), "a stored stream's repeats the last"
 
 
 @each_case(

@@ -47,6 +47,12 @@ async def test_models_are_those_declared_and_those_reported() -> None:
     ) as gateway:
         answer = (await gateway.public.get("/v1/models")).json()
         assert (await gateway.public.get("/models")).json() == answer
+        anthropics = {"anthropic-version": "2023-06-01"}
+        page = (await gateway.public.get("/v1/models", headers=anthropics)).json()
+        one = (await gateway.public.get("/v1/models/said", headers=anthropics)).json()
+    assert (page["has_more"], page["first_id"], page["last_id"]) == (False, "said", "declared")
+    assert (one["type"], one["display_name"]) == ("model", "said")
+    assert one["created_at"].endswith("Z")
     said, declared = answer["data"]
     assert (answer["object"], said["id"], declared["id"]) == ("list", "said", "declared")
     assert (said["object"], said["owned_by"]) == ("model", "llama-gateway")
