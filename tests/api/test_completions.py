@@ -8,40 +8,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.api.base import Api, ResponseMerger
-from gateway.api.completions import (
-    COMPLETIONS,
-    CompletionsRewriter,
-    NativeToCompletionsRewriter,
-    read_completion,
-)
-from gateway.api.native import NATIVE
-from gateway.api.transcript import OverlapMismatch, SplicePoint, Transcript, TranscriptRecorder
+from gateway.api.base import Api, AssemblyError, ResponseMerger
+from gateway.api.completions import COMPLETIONS, NativeToCompletionsRewriter, read_completion
+from gateway.api.native import INFILL, NATIVE, NativeEventsApi, NativeRewriter
+from gateway.api.transcript import Transcript, TranscriptRecorder
 from gateway.forward.event_pipeline import TokenIdExtractor
 from gateway.transport.errors import InvalidResponse
-from tests.api.events import IDENTITY, SPLICE_POINT, TIMINGS, USAGE, assembled, event, values
+from tests.api.events import IDENTITY, SPLICE_POINT, assembled, event, values
 from tests.each_case import each_case
-
-
-def test_a_completion_is_assembled() -> None:
-    head = {"created": 7, "id": "cmpl-1", "model": "demo", "object": "text_completion"}
-
-    def part(text: str, reason: str | None = None) -> dict[str, Any]:
-        choice = {"text": text, "index": 0, "logprobs": None, "finish_reason": reason}
-        return {"choices": [choice], **head}
-
-    counts = {"choices": [], **head, "usage": USAGE, "timings": TIMINGS}
-    whole = assembled(COMPLETIONS, [part(" a"), part(" b"), part("", "stop"), counts])
-    assert whole["choices"] == [
-        {"text": " a b", "index": 0, "logprobs": None, "finish_reason": "stop"}
-    ]
-    assert (whole["object"], whole["usage"]) == ("text_completion", USAGE)
-
-
-def test_another_text_than_the_overlap_is_a_mismatch() -> None:
-    rewriter = CompletionsRewriter(Transcript(), SplicePoint("", "x", 1, 1, 0))
-    with pytest.raises(OverlapMismatch):
-        rewriter.rewrite({"choices": [{"text": "y"}]})
 
 
 def test_chunks_made_of_native_events_report_usage_where_the_client_asks_for_it() -> None:
@@ -89,15 +63,10 @@ def test_plain_completions_are_merged_in_the_prompts_order() -> None:
     assert merged["id"] == "x"
     assert merged["choices"] == [{"index": 0, "text": "a"}, {"index": 1, "text": "b"}]
     assert merged["usage"] == usage(8, 3)["usage"]
-    assert merging.size > 0
-
-
-def test_several_answers_to_each_prompt_are_numbered_through() -> None:
-    merging = merger(COMPLETIONS, 2)
-    choices = [{"index": 1, "text": "b"}, {"index": 0, "text": "a"}]
-    merging.add(1, json.dumps({"choices": choices}).encode())
+    merging = merger(COMPLETIONS, answers_per_prompt=2)
+    merging.add(1, b'{"choices": [{"index": 1}, {"index": 0}]}')
     merged = json.loads(merging.merged_response())
-    assert [choice["index"] for choice in merged["choices"]] == [3, 2]
+    assert [choice["index"] for choice in merged["choices"]] == [3, 2], "numbered through"
 
 
 @pytest.mark.parametrize("asked", [True, False])
@@ -133,16 +102,35 @@ def test_native_events_pass_with_their_prompts_index() -> None:
     assert merging.stream_end() == b""
 
 
-@each_case(
-    ("api", "data"),
-    [
-        (COMPLETIONS, b"oops"),
-        (COMPLETIONS, b"[1]"),
-        (COMPLETIONS, b'{"choices":3}'),
-        (NATIVE, b"oops"),
-        (NATIVE, b"[1]"),
-    ],
-)
-def test_an_unreadable_response_is_invalid(api: Api, data: bytes) -> None:
-    with pytest.raises(InvalidResponse):
-        merger(api).add(0, data)
+@each_case("data", [b"oops", b"[1]", b'{"choices":3}'])
+def test_an_unreadable_response_is_invalid(data: bytes) -> None:
+    for api in (COMPLETIONS, NATIVE)[: 1 if b"choices" in data else 2]:
+        with pytest.raises(InvalidResponse):
+            merger(api).add(0, data)
+
+
+@pytest.mark.parametrize("api", [NATIVE, INFILL])
+def test_a_plain_response_has_token_ids_only_if_asked(api: NativeEventsApi) -> None:
+    events: list[dict[str, Any]] = [
+        {"index": 0, "content": " a", "tokens": [1], "stop": False},
+        {"index": 0, "content": " b", "tokens": [2], "stop": False},
+    ]
+    end = {"content": "", "tokens": [], "stop": True, "generation_settings": {"stream": True}}
+    whole = {
+        "content": " a b",
+        "tokens": [],
+        "stop": True,
+        "generation_settings": {"stream": False},
+    }
+    assert assembled(api, [*events, end]) == whole
+    assert assembled(api, [*events, end], {"return_tokens": True})["tokens"] == [1, 2]
+    with pytest.raises(AssemblyError):
+        assembled(api, events)
+
+
+def test_a_resumed_stream_counts_on() -> None:
+    rewriter = NativeRewriter(Transcript(), SPLICE_POINT)
+    last = {"content": "", "stop": True, "tokens_predicted": 4, "tokens_evaluated": 9}
+    (value,) = values(rewriter.rewrite(last | {"prompt": "tell me one two"}))
+    assert (value["tokens_predicted"], value["tokens_evaluated"]) == (6, 5)
+    assert value["prompt"] == "tell me"

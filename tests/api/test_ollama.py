@@ -20,7 +20,6 @@ from gateway.api.json_values import (
     MOST_PARSED_BYTES,
     MOST_PARTS,
     SHORT_BODY_BYTES,
-    STEP_PARTS,
     run_at_once,
 )
 from gateway.api.ollama import (
@@ -37,6 +36,7 @@ from gateway.api.ollama import (
 )
 from gateway.errors import GatewayError
 from gateway.transport.errors import InvalidResponse
+from tests.api.events import event
 from tests.each_case import each_case
 
 CREATED = "2001-09-09T01:46:40Z"
@@ -61,10 +61,6 @@ def plain(rewriter: ResponseRewriter, content: bytes) -> Any:
     return json.loads(run_at_once(rewriter.rewrite_body(content)))
 
 
-def event(value: Any) -> bytes:
-    return b"data: " + json.dumps(value).encode() + b"\n\n"
-
-
 def chunk(reason: str | None = None, logprobs: Any = None, **delta: Any) -> bytes:
     choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
     return event({"id": "c", "model": "other", "choices": [choice]})
@@ -84,28 +80,17 @@ def lines(data: bytes) -> list[dict[str, Any]]:
 def test_a_chats_stream() -> None:
     rewriter = chatting()
     assert rewriter.rewrite_events(chunk(role="assistant", content=None)) == b""
+    head = {"model": "m", "created_at": CREATED}
     [first] = lines(rewriter.rewrite_events(chunk(content="Hel")))
-    assert first == {
-        "model": "m",
-        "created_at": CREATED,
-        "message": {"role": "assistant", "content": "Hel"},
-        "done": False,
-    }
+    assert first == {**head, "message": {"role": "assistant", "content": "Hel"}, "done": False}
     found = lines(rewriter.rewrite_events(chunk(content="lo") + chunk("stop") + end()))
     assert found[0]["message"]["content"] == "lo"
     assert found[1] == {
-        "model": "m",
-        "created_at": CREATED,
-        "message": {"role": "assistant", "content": ""},
-        "done": True,
-        "done_reason": "stop",
-        "total_duration": 2_000_000_000,
-        "load_duration": 1_249_500_000,
-        "prompt_eval_count": 5,
-        "prompt_eval_duration": 250_000_000,
-        "eval_count": 2,
+        **head, "message": {"role": "assistant", "content": ""}, "done": True,
+        "done_reason": "stop", "total_duration": 2_000_000_000, "load_duration": 1_249_500_000,
+        "prompt_eval_count": 5, "prompt_eval_duration": 250_000_000, "eval_count": 2,
         "eval_duration": 500_500_000,
-    }
+    }  # fmt: skip
 
 
 def test_a_chats_plain_response() -> None:
@@ -125,34 +110,25 @@ def test_a_chats_plain_response() -> None:
 
 
 def test_a_prompts_stream_by_each_of_the_apis_that_serve_it() -> None:
-    raw = translation(OLLAMA_GENERATE, raw=True)
-    assert raw.path == "/v1/completions"
     completion = event({"choices": [{"text": "a", "finish_reason": None}]})
-    last = event({"choices": [{"text": "", "finish_reason": "length"}]})
-    infill = translation(OLLAMA_GENERATE, suffix="x")
-    assert infill.path == "/infill"
-    native = event({"content": "a", "stop": False})
+    completion += event({"choices": [{"text": "", "finish_reason": "length"}]}) + end()
     stop = {"content": "", "stop": True, "stop_type": "limit", "timings": TIMINGS}
-    tokens = {"tokens_evaluated": 5, "tokens_predicted": 2}
-    chat = translation(OLLAMA_GENERATE)
-    for rewriter, events in (
-        (raw.rewriter, completion + last + end()),
-        (infill.rewriter, native + event(stop | tokens)),
-        (chat.rewriter, chunk(content="a") + chunk("length") + end()),
-    ):
-        first, final = lines(rewriter.rewrite_events(events))
+    stop |= {"tokens_evaluated": 5, "tokens_predicted": 2}
+    native = event({"content": "a", "stop": False}) + event(stop)
+    chat = chunk(content="a") + chunk("length") + end()
+    asked: list[tuple[dict[str, Any], str, bytes]] = [
+        ({"raw": True}, "/v1/completions", completion),
+        ({"suffix": "x"}, "/infill", native),
+        ({}, "/v1/chat/completions", chat),
+    ]
+    for body, path, events in asked:
+        found = translation(OLLAMA_GENERATE, **body)
+        assert found.path == path
+        first, final = lines(found.rewriter.rewrite_events(events))
         assert (first["response"], first["done"]) == ("a", False)
         assert (final["response"], final["done"], final["done_reason"]) == ("", True, "length")
         assert (final["eval_count"], final["prompt_eval_count"]) == (2, 5)
         assert final["eval_duration"] == 500_500_000
-
-
-def test_thinking_has_a_field_of_its_own() -> None:
-    [line] = lines(chatting().rewrite_events(chunk(reasoning_content="Hm.")))
-    assert line["message"] == {"role": "assistant", "content": "", "thinking": "Hm."}
-    rewriter = translation(OLLAMA_GENERATE).rewriter
-    [line] = lines(rewriter.rewrite_events(chunk(reasoning_content="Hm.")))
-    assert (line["response"], line["thinking"]) == ("", "Hm.")
 
 
 def call(
@@ -188,24 +164,18 @@ def test_a_tool_call_that_was_cut_off_is_dropped() -> None:
         rewriter.rewrite_events(chunk("tool_calls"))
 
 
-def test_probabilities() -> None:
+def test_probabilities_and_thinking() -> None:
     other = {"token": "b", "logprob": -2.0, "bytes": [98], "id": 4}
     token = {"token": "a", "logprob": -1.0, "bytes": [97], "id": 3, "top_logprobs": [other, other]}
     events = chunk(content="a", logprobs={"content": [token]})
     short = {"token": "a", "logprob": -1.0, "bytes": [97]}
+    [thought] = lines(chatting().rewrite_events(chunk(reasoning_content="Hm.")))
+    assert thought["message"] == {"role": "assistant", "content": "", "thinking": "Hm."}
     [line] = lines(chatting(logprobs=True).rewrite_events(events))
     assert line["logprobs"] == [short]
     [line] = lines(chatting(logprobs=True, top_logprobs=1).rewrite_events(events))
     others = [{"token": "b", "logprob": -2.0, "bytes": [98]}]
     assert line["logprobs"] == [short | {"top_logprobs": others}]
-
-
-@pytest.mark.parametrize("likeliest", [5, [5], {"token": "a"}])
-def test_odd_probabilities_are_refused(likeliest: Any) -> None:
-    token = {"token": "a", "logprob": -1.0, "top_logprobs": likeliest}
-    events = chunk(content="a", logprobs={"content": [token]})
-    with pytest.raises(InvalidResponse):
-        chatting(logprobs=True, top_logprobs=2).rewrite_events(events)
 
 
 def test_timings_of_a_part_are_not_taken_for_the_whole() -> None:
@@ -216,9 +186,11 @@ def test_timings_of_a_part_are_not_taken_for_the_whole() -> None:
     assert (final["eval_count"], final["eval_duration"]) == (50, 1_000_000_000)
 
 
-def test_comments_are_nothing_and_errors_are_lines() -> None:
+def test_comments_and_heartbeats_are_no_lines_and_errors_are() -> None:
     rewriter = chatting()
     assert rewriter.rewrite_events(b":\n") == b""
+    assert OLLAMA_CHAT.heartbeat.isspace()
+    assert b"\n" not in OLLAMA_CHAT.heartbeat
     error = event({"error": {"code": 500, "message": "It broke."}})
     assert lines(rewriter.rewrite_events(error)) == [{"error": "It broke."}]
 
@@ -237,32 +209,12 @@ def test_embeddings_come_in_the_order_of_their_texts() -> None:
     data = [{"index": 1, "embedding": [3.0, 4.0, 9.0]}, {"index": 0, "embedding": [1.0, 0.0, 0.0]}]
     content = json.dumps({"data": data, "usage": {"prompt_tokens": 5}}).encode()
     found = plain(translation(OLLAMA_EMBED, input=["a", "b"]).rewriter, content)
-    assert found == {
-        "model": "m",
-        "embeddings": [[1.0, 0.0, 0.0], [3.0, 4.0, 9.0]],
-        "total_duration": 1_000_000_000,
-        "load_duration": 0,
-        "prompt_eval_count": 5,
-    }
+    assert found["embeddings"] == [[1.0, 0.0, 0.0], [3.0, 4.0, 9.0]]
+    assert (found["model"], found["prompt_eval_count"]) == ("m", 5)
     rewriter = translation(OLLAMA_EMBED, input=["a", "b"], dimensions=2).rewriter
     assert plain(rewriter, content)["embeddings"] == [[1.0, 0.0], [0.6, 0.8]]
     rewriter = translation(OLLAMA_EMBEDDINGS).rewriter
     assert plain(rewriter, content) == {"embedding": [1.0, 0.0, 0.0]}
-
-
-def test_large_responses_are_rewritten_in_steps_as_small_ones_are_at_once() -> None:
-    vectors = [[float(at), 0.5] * 500 for at in range(300)]
-    data = [{"index": 299 - at, "embedding": one} for at, one in enumerate(vectors)]
-    content = json.dumps({"data": data}, separators=(",", ":")).encode()
-    steps = translation(OLLAMA_EMBED, input=["a"]).rewriter.rewrite_body(content)
-    assert len(list(steps)) > 5
-    rewriter = translation(OLLAMA_EMBED, input=["a"]).rewriter
-    assert plain(rewriter, content)["embeddings"] == vectors[::-1]
-    likely = [{"id": 1, "token": "t", "logprob": -0.5, "top_logprobs": [{"token": "t"}]}] * 2000
-    choice = {"message": {"content": "t"}, "logprobs": {"content": likely}, "finish_reason": "stop"}
-    content = json.dumps({"choices": [choice]}).encode()
-    assert len(list(chatting().rewrite_body(content))) == 4
-    assert len(plain(chatting(), content)["logprobs"]) == 2000
 
 
 def test_an_error_is_a_text_with_the_clients_names_of_fields() -> None:
@@ -275,11 +227,6 @@ def test_an_error_is_a_text_with_the_clients_names_of_fields() -> None:
     assert OLLAMA_EMBED.error_body(empty, "req_1") == b'{"error":"\'input\' is empty."}'
     assert OLLAMA_EMBEDDINGS.error_body(empty, "req_1") == b'{"error":"\'prompt\' is empty."}'
     assert not OLLAMA_CHAT.is_own_error(b'{"error":{"message":"x"}}')
-
-
-def test_a_heartbeat_is_no_line() -> None:
-    assert OLLAMA_CHAT.heartbeat.isspace()
-    assert b"\n" not in OLLAMA_CHAT.heartbeat
 
 
 def page(path: str, **body: Any) -> Any:
@@ -305,27 +252,17 @@ UNKNOWN = ModelSummary("u", 10**9, {"embeddings"}, is_up=False, on_gpu=False)
 def test_pages_about_models() -> None:
     known, unknown = page("/api/tags")["models"]
     assert (known["name"], known["size"], known["modified_at"]) == ("m", 4_000, CREATED)
-    assert (known["details"]["parameter_size"], unknown["details"]["parameter_size"]) == (
-        "7.2B",
-        "",
-    )
-    assert known["details"]["quantization_level"] == "Q4_K - Medium"
+    details = known["details"]
+    assert (details["parameter_size"], details["quantization_level"]) == ("7.2B", "Q4_K - Medium")
     assert known["capabilities"] == ["completion", "tools", "insert"]
-    assert len(known["digest"]) == len(unknown["digest"]) == 64
     assert known["digest"] != unknown["digest"]
     [loaded] = page("/api/ps")["models"]
     assert (loaded["size_vram"], loaded["context_length"]) == (4_000, 4096)
-    shown = page("/api/show", name="u")
-    assert shown["capabilities"] == ["embedding"]
-    assert shown["model_info"] == {"general.architecture": "llama"}
-    info = page("/api/show", model="m")["model_info"]
-    assert info["llama.context_length"] == 4096
+    assert page("/api/show", name="u")["capabilities"] == ["embedding"]
     assert page("/api/show", model="m:latest") == page("/api/show", model="m")
-    for name in ("nobody", "nobody:latest"):
-        with pytest.raises(GatewayError, match="'nobody'"):
-            page("/api/show", model=name)
-    with pytest.raises(GatewayError, match="'name' must be a string"):
-        page("/api/show", name=5)
+    for name, why in (("nobody:latest", "'nobody'"), (5, "'name' must be a string")):
+        with pytest.raises(GatewayError, match=why):
+            page("/api/show", name=name)
     assert page("/") == "Ollama is running"
 
 
@@ -363,14 +300,9 @@ def embed(name: str = "input", **body: Any) -> tuple[dict[str, Any], TranslatedR
 
 def test_a_chat_streams_unless_it_says_otherwise() -> None:
     body, found = chat()
-    assert body == {
-        "model": "m",
-        "messages": HELLO,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
+    streams = {"stream": True, "stream_options": {"include_usage": True}}
+    assert body == chat(stream=None)[0] == {"model": "m", "messages": HELLO, **streams}
     assert (found.path, found.model) == ("/v1/chat/completions", "m")
-    assert chat(stream=None)[0]["stream"] is True
     assert chat(stream=False)[0] == {"model": "m", "messages": HELLO, "stream": False}
 
 
@@ -392,11 +324,8 @@ def test_options_become_sampling_parameters() -> None:
         assert {name: body[name] for name in expected} == expected
         assert not {"num_ctx", "num_gpu", "use_mmap", "nobody_knows", "options"} & set(body)
     assert generate(options={"num_predict": 7}, suffix="x")[0]["n_predict"] == 7
-
-
-@pytest.mark.parametrize("count", [-1, -2, 0])
-def test_no_limit_of_tokens_is_none(count: int) -> None:
-    assert "max_tokens" not in chat(options={"num_predict": count})[0]
+    for unlimited in (-1, -2, 0):
+        assert "max_tokens" not in chat(options={"num_predict": unlimited})[0]
 
 
 def test_formats() -> None:
@@ -434,7 +363,6 @@ def test_images_stand_before_the_text() -> None:
 def test_tool_calls_get_ids_and_arguments_as_text() -> None:
     call = {"function": {"name": "weather", "arguments": {"city": 'Köln "\\'}}}
     messages = [
-        {"role": "user", "content": "?"},
         {"role": "assistant", "content": "", "thinking": "hm", "tool_calls": [call, call]},
         {"role": "tool", "content": "rain", "tool_name": "weather"},
         {"role": "tool", "content": "sun", "tool_name": "weather"},
@@ -442,38 +370,26 @@ def test_tool_calls_get_ids_and_arguments_as_text() -> None:
         {"role": "tool", "content": "snow", "tool_call_id": "own"},
     ]
     body, _ = chat(messages=messages, tools=[WEATHER])
-    found = body["messages"]
+    first, rain, sun, own, snow = body["messages"]
     assert body["tools"] == [WEATHER]
-    assert [one["id"] for one in found[1]["tool_calls"]] == ["call_1", "call_2"]
-    assert found[1]["reasoning_content"] == "hm"
-    arguments = found[1]["tool_calls"][0]["function"]["arguments"]
+    assert [one["id"] for one in first["tool_calls"]] == ["call_1", "call_2"]
+    assert first["reasoning_content"] == "hm"
+    arguments = first["tool_calls"][0]["function"]["arguments"]
     assert json.loads(arguments) == call["function"]["arguments"]
-    assert [one.get("tool_call_id") for one in found] == [
-        None, None, "call_1", "call_2", None, "own",
-    ]  # fmt: skip
-    assert found[2] == {
-        "role": "tool", "content": "rain", "tool_call_id": "call_1", "name": "weather",
-    }  # fmt: skip
-    assert found[4]["content"] == ""
+    told = {"role": "tool", "content": "rain", "tool_call_id": "call_1", "name": "weather"}
+    assert rain == told
+    assert [one["tool_call_id"] for one in (sun, snow)] == ["call_2", "own"]
+    assert own["content"] == ""
 
 
-def test_a_prompt_becomes_a_chat() -> None:
+def test_a_prompt_becomes_a_chat_a_completion_or_an_infill() -> None:
     body, found = generate(system="be brief")
-    assert body["messages"] == [
-        {"role": "system", "content": "be brief"},
-        {"role": "user", "content": "hello"},
-    ]
+    assert body["messages"] == [{"role": "system", "content": "be brief"}, *HELLO]
     assert found.path == "/v1/chat/completions"
     assert generate(system="")[0]["messages"] == HELLO
-
-
-def test_a_raw_prompt_becomes_a_completion() -> None:
     body, found = generate(raw=True, stream=False)
     assert body == {"model": "m", "prompt": "hello", "stream": False}
     assert found.path == "/v1/completions"
-
-
-def test_a_suffix_becomes_an_infill() -> None:
     body, found = generate(suffix="end")
     assert body == {"model": "m", "input_prefix": "hello", "input_suffix": "end", "stream": True}
     assert found.path == "/infill"
@@ -486,13 +402,7 @@ def test_embeddings_of_one_or_more_texts() -> None:
     assert embed("prompt", prompt="a")[0] == {"model": "m", "input": "a"}
 
 
-@each_case(
-    ("keep_alive", "load"),
-    [
-        (None, "load"), ("5m", "load"), (-1, "load"), (0, "unload"), ("0", "unload"),
-        ("0s", "unload"),
-    ],
-)  # fmt: skip
+@each_case(("keep_alive", "load"), [(None, "load"), (-1, "load"), (0, "unload"), ("0s", "unload")])
 def test_an_empty_request_loads_or_unloads(keep_alive: Any, load: str) -> None:
     assert chat(messages=[], keep_alive=keep_alive)[1].load == load
     assert chat(messages=None, keep_alive=keep_alive)[1].load == load
@@ -523,72 +433,32 @@ def test_the_tag_of_a_name_without_one_is_left_out() -> None:
 
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (chat, {"messages": 5}, "'messages': Expected `array | null`, got `int`."),
-    (chat, {"messages": ["x"]}, "'messages[0]': Expected `object`, got `str`."),
     (chat, {"messages": [*HELLO, {"role": 3}]}, "'messages[1].role': Expected `str`, got `int`."),
     (chat, {"messages": [{"role": "user", "content": ["x"]}]}, "'messages[0].content' must be a"),
+    (chat, {"messages": [{"images": ["http://a/b.png"]}]}, "'messages[0].images[0]'"),
     (
         chat,
-        {"messages": [{"role": "user", "images": ["http://a/b.png"]}]},
-        "'messages[0].images[0]'",
+        {"messages": [{"tool_calls": [{"function": 5}]}]},
+        "'messages[0].tool_calls[0].function",
     ),
-    (
-        chat,
-        {"messages": [{"role": "user", "images": [5]}]},
-        "'messages[0].images[0]' must be base64",
-    ),
-    (
-        chat,
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": 5}]}]},
-        "'messages[0].tool_calls[0].function': Expected `object`, got `int`.",
-    ),
-    (chat, {"tools": {}}, "'tools' must be a list."),
-    (chat, {"options": []}, "'options': Expected `object`, got `array`."),
     (chat, {"options": {"temperature": "hot"}}, "'options.temperature': Expected `float | null`"),
-    (chat, {"options": {"num_predict": True}}, "'options.num_predict': Expected"),
-    (chat, {"options": {"stop": [1]}}, "'options.stop[0]': Expected `str`, got `int`."),
-    (chat, {"format": "yaml"}, "'format' must be \"json\" or an object, a JSON schema."),
     (chat, {"format": 5}, "'format' must be"),
     (chat, {"think": "much"}, "'think' must be true, false,"),
-    (chat, {"think": 1}, "'think' must be true, false,"),
-    (chat, {"stream": "no"}, "'stream': Expected `bool | null`, got `str`."),
-    (chat, {"model": 5}, "'model': Expected `str | null`, got `int`."),
     (chat, {"logprobs": True, "top_logprobs": 21}, "'top_logprobs' must be from 0 to 20."),
-    (chat, {"_debug_render_only": True}, "'_debug_render_only' is not supported."),
     (generate, {"template": "{{ .Prompt }}"}, "'template' is not supported. The model's own is"),
-    (
-        generate,
-        {"context": [1, 2]},
-        "'context' is not supported. Send the conversation to /api/chat.",
-    ),
+    (generate, {"context": [1, 2]}, "'context' is not supported. Send the conversation to /api"),
     (generate, {"raw": True, "system": "x"}, "'raw' and 'system' exclude each other."),
-    (generate, {"raw": True, "images": [PNG]}, "'images' is not supported. They need a chat's"),
-    (generate, {"prompt": ["a", "b"]}, "'prompt' must be a string."),
-    (generate, {"images": ["-"]}, "'images[0]' must be base64."),
     (embed, {"input": [1, 2]}, "'input' must be a string or a list of strings."),
     (embed, {"input": "x", "dimensions": -1}, "'dimensions' is negative."),
 ]
 
 
 @each_case(("ask", "body", "message"), WRONG)
-def test_a_wrong_field_is_named_as_the_client_named_it(
-    ask: Any, body: dict[str, Any], message: str
-) -> None:
+def test_a_wrong_field_has_the_clients_name(ask: Any, body: dict[str, Any], message: str) -> None:
     with pytest.raises(GatewayError) as raised:
         ask(**body)
     assert raised.value.status == 400
     assert raised.value.message.startswith(message)
-
-
-@each_case("body", [b"", b"{", b'{"model": "a', b"[]", b"\xff"])
-def test_what_is_no_request_is_refused(body: bytes) -> None:
-    for work in (
-        translate_chat(body, no_model),
-        translate_generate(body, no_model),
-        translate_embed(body, no_model, "input"),
-    ):
-        with pytest.raises(GatewayError) as raised:
-            run_at_once(work)
-        assert raised.value.status == 400
 
 
 NO_UTF8 = b'{"function":{"name":"f","arguments":{"a":"\xff"}}}'
@@ -604,15 +474,11 @@ DEEP = b"[" * 100_000 + b"]" * 100_000
         (translate_chat, b'{"model":"m","options":{"stop":%b}}' % DEEP, "nested too deeply"),
     ],
 )
-def test_a_number_a_string_and_lists_without_an_end_and_no_utf8_are_refused(
-    translate: Any, body: bytes, said: str
-) -> None:
+def test_endless_values_and_no_utf8_are_refused(translate: Any, body: bytes, said: str) -> None:
     with pytest.raises(GatewayError, match=said) as raised:
         run_at_once(translate(body, no_model))
     assert raised.value.status == 400
 
-
-# Large bodies.
 
 LONG = "x" * (LONG_STRING_BYTES + 1)
 TEXTS = st.sampled_from(
@@ -620,15 +486,9 @@ TEXTS = st.sampled_from(
 )
 
 
-@given(
-    texts=st.lists(TEXTS, min_size=1, max_size=5),
-    ascii_only=st.booleans(),
-    indent=st.sampled_from([None, 1]),
-)
-def test_a_large_body_is_translated_like_a_small_one(
-    texts: list[str],
-    ascii_only: bool,
-    indent: int | None,
+@given(st.lists(TEXTS, min_size=1, max_size=5), st.booleans(), st.sampled_from([None, 1]))
+def test_large_and_small_bodies_are_translated_alike(
+    texts: list[str], ascii_only: bool, indent: int | None
 ) -> None:
     call = {"id": "a", "function": {"name": "f", "arguments": {"text": texts[0]}}}
     messages = [
@@ -653,16 +513,7 @@ def test_a_large_body_is_translated_like_a_small_one(
 def test_a_large_body_is_translated_in_short_steps() -> None:
     images = [base64.b64encode(b"\x89PNG" + bytes(3_000_000)).decode()] * 5
     body = {"model": "m", "messages": [{"role": "user", "content": "?", "images": images}]}
-    work = translate_chat(json.dumps(body).encode(), no_model)
-    steps, content = 0, []
-    try:
-        while True:
-            next(work)
-            steps += 1
-    except StopIteration as end:
-        content = json.loads(end.value.body)["messages"][0]["content"]
-    assert [part.get("image_url", {}).get("url", "")[22:] for part in content[:5]] == images
-    assert steps > 40
+    assert sum(1 for _ in translate_chat(json.dumps(body).encode(), no_model)) > 40
 
 
 @pytest.mark.parametrize("part", ['"short",', "[],"])
@@ -687,26 +538,11 @@ LARGE_CALL = {"function": {"name": "f", "arguments": {"text": "z" * (MOST_PARSED
         (chat, {"messages": [{"images": TOO_MANY_IMAGES}]}, "messages[0].images"),
         (chat, {"messages": [{"tool_calls": CALLS}]}, "messages[0].tool_calls"),
         (chat, {"messages": [{"images": TOO_MANY_IMAGES[1:]}] * 20}, "messages[19].images"),
-        (
-            chat,
-            {"messages": [{"role": "assistant", "tool_calls": [LARGE_CALL]}]},
-            "messages[0].tool_calls",
-        ),
+        (chat, {"messages": [{"tool_calls": [LARGE_CALL]}]}, "messages[0].tool_calls"),
         (generate, {"images": TOO_MANY_IMAGES}, "images"),
     ],
 )
-def test_too_many_parts_and_calls_of_megabytes_are_refused(
-    ask: Any, body: dict[str, Any], param: str
-) -> None:
+def test_too_many_or_large_parts_are_refused(ask: Any, body: dict[str, Any], param: str) -> None:
     with pytest.raises(GatewayError) as raised:
         ask(**body)
     assert (raised.value.status, raised.value.param) == (400, param)
-
-
-def test_as_many_parts_as_are_allowed_pass_in_steps() -> None:
-    calls = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * MOST_MESSAGE_PARTS}
-    answers = [{"role": "tool", "tool_call_id": "none of them"}] * 5000
-    body = json.dumps({"model": "m", "messages": [calls, *answers]}).encode()
-    assert sum(1 for _ in translate_chat(body, no_model)) > len(answers) / STEP_PARTS
-    found = json.loads(run_at_once(translate_chat(body, no_model)).body)
-    assert found["messages"][-1]["tool_call_id"] == "none of them"

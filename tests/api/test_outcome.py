@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -32,30 +31,31 @@ from tests.forward.proxy_over_nodes import (
     BODIES,
     GENERATION_PATHS,
     MESSAGES,
-    ProxyOverNodes,
     prompt_field,
     proxy_over,
     two_nodes,
 )
-from tests.forward.test_resume import GREEDY, PATHS, check_whole, nodes, two_writers
+from tests.forward.test_resume import GREEDY, PATHS, check_whole, two_writers
 from tests.gateways import until
 from tests.virtual import in_virtual_time, now
 
 
 @pytest.mark.parametrize(("status", "stream"), [(400, False), (400, True), (422, False)])
 @in_virtual_time
-async def test_an_error_of_the_clients_passes_through_without_a_retry(
+async def test_a_clients_error_passes_through_without_a_retry(
     tmp_path: Path, status: int, stream: bool
 ) -> None:
-    async with proxy_over(tmp_path, one := EmulatedNode(), two := EmulatedNode()) as proxy:
+    async with two_nodes(tmp_path) as (proxy, one, two):
         for node in (one, two):
             node.faults.set("status", status=status)
         reply = await proxy.ask(stream=stream)
-        assert reply.status_code == status
-        assert reply.json()["error"]["code"] == status
+        assert reply.status_code == reply.json()["error"]["code"] == status
         assert reply.headers["x-gateway-attempts"] == "1"
         assert "x-should-retry" not in reply.headers
         assert one.requests + two.requests == 1
+        one.faults.next("status", status=422, body="x" * 1_000_000)
+        two.faults.next("status", status=422, body="x" * 1_000_000)
+        assert len((await proxy.ask()).content) < 1_000_000, "a huge error is replaced"
         assert [proxy.node(name).failures for name in "ab"] == [0, 0]
 
 
@@ -67,8 +67,6 @@ FORM = (
 FORM_KIND = {"content-type": "multipart/form-data; boundary=b"}
 UNSUPPORTED = [
     ("/v1/embeddings", {"input": "a"}, "Start it with `--embeddings`"),
-    ("/embedding", {"content": "a"}, "Start it with `--embeddings`"),
-    ("/v1/rerank", {"query": "a", "documents": ["b"]}, "Start it with `--reranking`"),
     ("/infill", {"input_prefix": "a"}, "prefix token is missing"),
     ("/v1/audio/transcriptions", None, "does not support audio input"),
 ]
@@ -81,12 +79,9 @@ async def test_an_endpoint_that_no_node_has_is_501_with_the_nodes_hint(
 ) -> None:
     async with two_nodes(tmp_path) as (proxy, one, two):
         for _ in range(3):
-            if body is None:
-                reply = await proxy.running.client.post(
-                    path, content=FORM % b"demo", headers=FORM_KIND
-                )
-            else:
-                reply = await proxy.ask(path, **body)
+            form: dict[str, Any] = {"content": FORM % b"demo", "headers": FORM_KIND}
+            post = proxy.running.client.post
+            reply = await (post(path, **form) if body is None else proxy.ask(path, **body))
             assert (reply.status_code, reply.headers["x-gateway-reason"]) == (501, "not_supported")
             assert hint in reply.json()["error"]["message"]
             assert reply.headers["x-should-retry"] == "false"
@@ -97,99 +92,38 @@ async def test_an_endpoint_that_no_node_has_is_501_with_the_nodes_hint(
 
 
 @in_virtual_time
-async def test_only_an_endpoint_that_all_nodes_lack_is_501(tmp_path: Path) -> None:
-    async with two_nodes(tmp_path) as (proxy, _, two):
-        two.faults.set("status", status=404)
-        reply = await proxy.ask("/infill", input_prefix="a")
-        assert (reply.status_code, reply.headers["x-gateway-reason"]) == (502, "node_failed")
-
-
-@in_virtual_time
-async def test_an_endpoint_that_the_inventory_leaves_out_is_501(tmp_path: Path) -> None:
-    one = EmulatedNode(embeddings=True)
-    async with proxy_over(tmp_path, one, nodes=({"endpoints": ["chat"]},)) as proxy:
-        reply = await proxy.ask("/v1/embeddings", input="a")
-        assert (reply.status_code, reply.headers["x-gateway-reason"]) == (501, "not_supported")
-        assert "--embeddings" in reply.json()["error"]["message"]
-        assert one.requests == 0
-
-
-@pytest.mark.slow
-@in_virtual_time
-async def test_a_refused_endpoint_is_asked_for_again_some_minutes_later(
-    tmp_path: Path,
-) -> None:
-    async with proxy_over(tmp_path, node := EmulatedNode()) as proxy:
-        body: dict[str, Any] = {"input_prefix": "a", "n_predict": 1}
-        assert (await proxy.ask("/infill", **body)).status_code == 501
-        node.infill = True
-        assert (await proxy.ask("/infill", **body)).status_code == 501
-        await asyncio.sleep(RETRY_REFUSED_AFTER + 1.0)
-        assert (await proxy.ask("/infill", **body)).status_code == 200
-
-
-@in_virtual_time
-async def test_a_501_about_one_request_excludes_no_node_for_others(tmp_path: Path) -> None:
-    node = EmulatedNode(prefill_tps=1000.0, decode_tps=50.0)
-    async with proxy_over(tmp_path, node) as proxy:
-        assert (await proxy.ask()).status_code == 200
-        proxy.app.bus.flush()
-        for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):
-            node.faults.next("status", status=501)
-            assert (await proxy.ask(path)).status_code == 501
-            assert (await proxy.ask(path)).status_code == 200
-
-
-# Forms.
-
-
-@pytest.mark.parametrize("kind", ["llama.cpp", "openai"])
-@in_virtual_time
-async def test_a_form_is_forwarded_unchanged_but_for_the_models_name(
-    tmp_path: Path, kind: str
-) -> None:
+async def test_a_form_is_forwarded_unchanged_but_for_the_models_name(tmp_path: Path) -> None:
     node = EmulatedNode(audio=True, model="whisper-1")
-    specs = ({"kind": kind, "model": {"ears": "whisper-1"}},)
-    async with proxy_over(tmp_path, node, nodes=specs) as proxy:
-        reply = await proxy.running.client.post(
-            "/v1/audio/transcriptions", content=FORM % b"ears", headers=FORM_KIND
-        )
+    async with proxy_over(tmp_path, node, nodes=({"model": {"ears": "whisper-1"}},)) as proxy:
+        path, post = "/v1/audio/transcriptions", proxy.running.client.post
+        reply = await post(path, content=FORM % b"ears", headers=FORM_KIND)
         assert (reply.status_code, reply.json()["text"]) == (200, "heard")
         assert node.seen[-1].body == FORM % b"whisper-1"
         assert node.seen[-1].headers["content-type"] == FORM_KIND["content-type"]
-        nobody = await proxy.running.client.post(
-            "/v1/audio/transcriptions", content=FORM % b"nobody", headers=FORM_KIND
-        )
+        nobody = await post(path, content=FORM % b"nobody", headers=FORM_KIND)
         assert (nobody.status_code, nobody.json()["error"]["code"]) == (404, "model_not_found")
         assert [record.status for record in proxy.finished] == [200, 404]
 
 
-@pytest.mark.parametrize("how", ["restart", "probe"])
+@pytest.mark.parametrize("how", ["restart", "probe", "wait"])
 @in_virtual_time
-async def test_an_endpoint_that_a_restarted_node_has_is_used(tmp_path: Path, how: str) -> None:
-    """A node restarted with another option looks the same as before."""
-    asked: dict[str, dict[str, Any]] = {
-        "/infill": {"input_prefix": "a", "n_predict": 1},
-        "/v1/embeddings": {"input": "a"},
-    }
+async def test_a_refused_endpoint_is_asked_for_again(tmp_path: Path, how: str) -> None:
+    body: dict[str, Any] = {"input_prefix": "a", "n_predict": 1}
     async with proxy_over(tmp_path, node := EmulatedNode()) as proxy:
-        for path, body in asked.items():
-            reply = await proxy.ask(path, **body)
-            assert (reply.status_code, reply.headers["x-gateway-reason"]) == (501, "not_supported")
-        assert proxy.node("a").properties.all_refused == {"embeddings", "rerank", "infill"}
-        node.infill = node.embeddings = True
-        if how == "restart":
+        assert (await proxy.ask("/infill", **body)).status_code == 501
+        node.infill = True
+        assert (await proxy.ask("/infill", **body)).status_code == 501
+        if how == "restart":  # with another option it looks the same as before
             await node.kill()
             await until(lambda: proxy.node("a").state.value == "down")
             await node.revive()
-        else:
+            await until(lambda: not proxy.node("a").properties.refused)
+        elif how == "probe":
             admin = f"{proxy.running.admin_url}/admin/nodes/a/probe"
             assert (await proxy.running.client.post(admin)).status_code == 200
-        await until(lambda: not proxy.node("a").properties.refused)
-        if how == "probe":
-            del asked["/v1/embeddings"]  # a process does not change what it was started for
-        for path, body in asked.items():
-            assert (await proxy.ask(path, **body)).status_code == 200
+        else:
+            await asyncio.sleep(RETRY_REFUSED_AFTER + 1.0)
+        assert (await proxy.ask("/infill", **body)).status_code == 200
 
 
 @in_virtual_time
@@ -206,7 +140,7 @@ async def test_an_error_of_two_nodes_is_passed_on_as_the_requests_own(tmp_path: 
 
 
 REFUSED_REQUESTS = """\
-Failed to parse tool call arguments as JSON: [json.exception.parse_error.101] parse error at line 1
+Failed to parse tool call arguments as JSON: [json.exception.parse_error.101] at line 1
 ===
 Failed to parse messages: Missing 'role' in message: {}
 ===
@@ -215,14 +149,12 @@ Failed to parse tools: Missing tool function: {}; tools = []
 
 ------------
 While executing CallExpression at line 47, column 32 in source:
-...== 0) %}            {{- raise_exception('After the optional system message, con...
-                                           ^
+...{{- raise_exception('After the optional system message, con...
 Error: Jinja Exception: Roles must alternate
 ===
 Roles must alternate at row 19, column 27:
     {%- if (message.role == 'user') != (loop.index0 % 2 == 0) -%}
         {{ raise_exception("Roles must alternate") }}
-                          ^
 """
 """What llama.cpp says; the last is an older build's, whose templates minja renders."""
 SERVER_FAILURES = """\
@@ -239,7 +171,6 @@ Value is not callable: null at row 49, column 79:
 ------------
 While executing CallExpression at line 1, column 47 in source:
 ...r m in messages %}{{ m['content'].nofunc() }}{%- endfor %}...
-                                           ^
 Error: Callee is not a function: got Undefined (hint: 'nofunc')
 """
 """Templates that are broken for any request are among them."""
@@ -254,12 +185,11 @@ async def test_a_500_that_blames_the_request_is_400_and_goes_to_one_node(tmp_pat
             itertools.product(REFUSED_REQUESTS.split("===\n"), ("/api/chat", *BODIES)),
         )
         async def check(message: str, path: str) -> None:
-            error = {"code": 500, "message": message, "type": "server_error"}
-            one.faults.next("status", status=500, body=json.dumps({"error": error}))
-            body: dict[str, Any] = {}
+            one.faults.next("status", status=500, body=_error_of(500, message).decode())
+            more: dict[str, Any] = {}
             if path == "/api/chat":
-                body = {"model": "demo", "messages": MESSAGES}
-            reply = await proxy.ask(path, **body)
+                more = {"model": "demo", "messages": MESSAGES}
+            reply = await proxy.ask(path, **more)
             told = reply.json()["error"]
             assert reply.status_code == 400
             assert (told if path == "/api/chat" else told["message"]) == message
@@ -272,21 +202,7 @@ async def test_a_500_that_blames_the_request_is_400_and_goes_to_one_node(tmp_pat
 
 @each_case("message", SERVER_FAILURES.split("===\n"))
 def test_a_failure_of_the_server_is_not_taken_for_one_of_the_request(message: str) -> None:
-    content = msgspec.json.encode({"error": {"code": 500, "message": message}})
-    assert classify(500, content, "chat") is ResponseOutcome.SERVER_ERROR
-
-
-@in_virtual_time
-async def test_a_node_that_fails_at_once_does_not_attract_all_requests(tmp_path: Path) -> None:
-    """Such a node is always free: without waiting for another, it would get the retry as well."""
-    broken, slow = EmulatedNode(slots=1), EmulatedNode(slots=1, decode_tps=100)
-    never = {"open": 30.0, "open_max": 30.0}
-    async with proxy_over(tmp_path, broken, slow, nodes=A_FIRST, health=never) as proxy:
-        broken.faults.set("status", status=500)
-        replies = await asyncio.gather(*(proxy.ask(max_tokens=3) for _ in range(12)))
-        assert {reply.status_code for reply in replies} == {200}
-        assert proxy.node("a").failures >= 5
-        assert proxy.node("a").state.value == "ejected"
+    assert classify(500, _error_of(500, message), "chat") is ResponseOutcome.SERVER_ERROR
 
 
 WORDS = " ".join(150 * ["a"])
@@ -297,7 +213,7 @@ WORDS = " ".join(150 * ["a"])
     ("path", "stream"), [*((path, True) for path in GENERATION_PATHS), (GENERATION_PATHS[0], False)]
 )
 @in_virtual_time
-async def test_a_prompt_that_is_too_long_goes_to_a_larger_node_once(
+async def test_a_prompt_too_long_goes_to_a_larger_node_once(
     tmp_path: Path, path: str, stream: bool
 ) -> None:
     small, large = EmulatedNode(context=120), EmulatedNode(context=4096)
@@ -310,7 +226,7 @@ async def test_a_prompt_that_is_too_long_goes_to_a_larger_node_once(
 
 @pytest.mark.parametrize("stream", [False, True])
 @in_virtual_time
-async def test_a_prompt_that_is_too_long_for_all_is_400_with_the_context(
+async def test_a_prompt_too_long_for_all_is_400_with_the_context(
     tmp_path: Path, stream: bool
 ) -> None:
     small, other = EmulatedNode(context=120), EmulatedNode(context=121)
@@ -328,62 +244,21 @@ async def test_a_prompt_that_is_too_long_for_all_is_400_with_the_context(
         assert [proxy.node(name).failures for name in "ab"] == [0, 0]
 
 
-@in_virtual_time
-async def test_a_too_long_text_to_embed_is_known_by_a_500(tmp_path: Path) -> None:
-    small = EmulatedNode(embeddings=True, context=120)
-    large = EmulatedNode(embeddings=True, context=4096)
-    too_large = (
-        '{"error":{"code":500,"message":"input (600 tokens) is too large to process. increase the '
-        'physical batch size (current batch size: 512)","type":"server_error"}}'
-    )
-    async with proxy_over(tmp_path, small, large, nodes=A_FIRST) as proxy:
-        small.faults.set("status", status=500, body=too_large)
-        reply = await proxy.ask("/v1/embeddings", input="a")
-        assert reply.status_code == 200
-        assert proxy.node("a").failures == 0
-        large.faults.set("status", status=500, body=too_large)
-        reply = await proxy.ask("/v1/embeddings", input="a")
-        error = reply.json()["error"]
-        assert (reply.status_code, error["code"]) == (400, "context_length_exceeded")
-        assert (error["n_prompt_tokens"], error["n_ctx"]) == (600, 512)
-
-
-@in_virtual_time
-async def test_a_huge_error_is_replaced_by_a_short_one(tmp_path: Path) -> None:
-    async with proxy_over(tmp_path, one := EmulatedNode()) as proxy:
-        one.faults.next("status", status=422, body="x" * 1_000_000)
-        reply = await proxy.ask()
-        assert reply.status_code == 422
-        assert len(reply.content) < 1_000_000
-
-
-# The classification alone.
-
 OVERFLOW = b'{"error":{"type":"exceed_context_size_error","n_prompt_tokens":9,"n_ctx":8}}'
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("status", "content", "verdict"),
     [
-        (200, b"", ResponseOutcome.PASS),
-        (302, b"", ResponseOutcome.REFUSED),
-        (400, b"", ResponseOutcome.PASS),
-        (400, b"not json", ResponseOutcome.PASS),
+        (200, b"", ResponseOutcome.PASS), (302, b"", ResponseOutcome.REFUSED),
+        (400, b"", ResponseOutcome.PASS), (400, b"not json", ResponseOutcome.PASS),
         (400, b'{"error":"text"}', ResponseOutcome.PASS),
-        (400, OVERFLOW, ResponseOutcome.CONTEXT_OVERFLOW),
-        (402, b"", ResponseOutcome.BUSY),
-        (409, b"", ResponseOutcome.REFUSED),
-        (408, b"", ResponseOutcome.BUSY),
-        (
-            500,
-            b'{"error":{"message":"input is too large to process"}}',
-            ResponseOutcome.SERVER_ERROR,
-        ),
-        (500, b"", ResponseOutcome.SERVER_ERROR),
-        (507, b"", ResponseOutcome.SERVER_ERROR),
-        (504, OVERFLOW, ResponseOutcome.BUSY),
+        (400, OVERFLOW, ResponseOutcome.CONTEXT_OVERFLOW), (402, b"", ResponseOutcome.BUSY),
+        (409, b"", ResponseOutcome.REFUSED), (408, b"", ResponseOutcome.BUSY),
+        (500, b'{"error":{"message":"input is too large"}}', ResponseOutcome.SERVER_ERROR),
+        (507, b"", ResponseOutcome.SERVER_ERROR), (504, OVERFLOW, ResponseOutcome.BUSY),
     ],
-)
+)  # fmt: skip
 def test_a_response_is_classified_by_status_and_type(
     status: int, content: bytes, verdict: ResponseOutcome
 ) -> None:
@@ -391,74 +266,38 @@ def test_a_response_is_classified_by_status_and_type(
 
 
 OVERFLOWS = """\
-112946 16384 10000
-This model's maximum context length is 16384 tokens. However, you requested 122946 tokens (112946 in
-the messages, 10000 in the completion). Please reduce the length of the messages or completion.
-===
-4097 4096 -
-This model's maximum context length is 4096 tokens. However, you requested 4097 tokens in the
-messages, Please reduce the length of the messages.
-===
-5000 4096 -
-This model's maximum context length is 4096 tokens. However, your request has 5000 input tokens.
-Please reduce the length of the input messages.
-===
-530 1024 1000
-'max_tokens' or 'max_completion_tokens' is too large: 1000. This model's maximum context length is
-1024 tokens and your request has 530 input tokens (1000 > 1024 - 530).
-===
-8193 16384 8192
-This model's maximum context length is 16384 tokens. However, you requested 8192 output tokens and
-your prompt contains at least 8193 input tokens, for a total of at least 16385 tokens.
-===
-31745 32768 1024
-You passed 31745 input tokens and requested 1024 output tokens. However, the model's context length
-is only 32768 tokens, resulting in a maximum input length of 31744 tokens.
-===
-11466 8192 -
-The decoder prompt (length 11466) is longer than the maximum model length of 8192.
-===
-691793 540000 -
-The input (691793 tokens) is longer than the model's context length (540000 tokens).
-===
-4500 4096 500
-Requested token count exceeds the model's maximum context length of 4096 tokens. You requested a
-total of 5000 tokens: 4500 tokens from the input messages and 500 tokens for the completion.
-===
-9000 8192 -
-This model's maximum context length is 8192 tokens. However, your messages resulted in 9000 tokens.
-===
-4002 1024 -
-request (4002 tokens) exceeds the available context size (1024 tokens)
-===
-- - -
-the request exceeds the available context size
+112946 16384 10000 This model's maximum context length is 16384 tokens. However, you requested \
+122946 tokens (112946 in the messages, 10000 in the completion). Please reduce the length.
+5000 4096 - This model's maximum context length is 4096 tokens. However, your request has 5000 \
+input tokens. Please reduce the length of the input messages.
+530 1024 1000 'max_tokens' or 'max_completion_tokens' is too large: 1000. This model's maximum \
+context length is 1024 tokens and your request has 530 input tokens (1000 > 1024 - 530).
+8193 16384 8192 This model's maximum context length is 16384 tokens. However, you requested 8192 \
+output tokens and your prompt contains at least 8193 input tokens, for a total of at least 16385.
+31745 32768 1024 You passed 31745 input tokens and requested 1024 output tokens. However, the \
+model's context length is only 32768 tokens, resulting in a maximum input length of 31744 tokens.
+11466 8192 - The decoder prompt (length 11466) is longer than the maximum model length of 8192.
+691793 540000 - The input (691793 tokens) is longer than the model's context length (540000 tokens).
+4500 4096 500 Requested token count exceeds the model's maximum context length of 4096 tokens. You \
+requested a total of 5000 tokens: 4500 tokens from the input messages and 500 for the completion.
+9000 8192 - This model's maximum context length is 8192 tokens. However, your messages resulted in \
+9000 tokens.
+4002 1024 - request (4002 tokens) exceeds the available context size (1024 tokens)
+- - - the request exceeds the available context size
 """
 """Tokens of prompt, context and answer, and how an engine tells them, in one line."""
 
 
-@each_case("told", OVERFLOWS.split("===\n"))
+@each_case("told", OVERFLOWS.splitlines())
 def test_an_overflow_is_known_by_its_message_and_its_figures_are_read(told: str) -> None:
-    figures, *lines = told.splitlines()
-    sizes = tuple(None if figure == "-" else int(figure) for figure in figures.split())
-    error = {"message": " ".join(lines), "type": "BadRequestError", "param": None, "code": 400}
+    *figures, message = told.split(" ", 3)
+    sizes = tuple(None if figure == "-" else int(figure) for figure in figures)
+    error = {"message": message, "type": "BadRequestError", "param": None, "code": 400}
     for content in (msgspec.json.encode({"error": error}), msgspec.json.encode(error)):
         assert classify(400, content, "chat") is ResponseOutcome.CONTEXT_OVERFLOW
         assert context_overflow_sizes(content) == sizes
-
-
-@each_case(
-    ("message", "context"),
-    [
-        ("This model's maximum context length is 4096 tokens. However, you", 4096),
-        ("too long", None),
-    ],
-)
-def test_an_overflow_is_known_by_its_code_too(message: str, context: int | None) -> None:
-    error = {"message": message, "code": "context_length_exceeded"}
-    content = msgspec.json.encode({"error": error})
-    assert classify(400, content, "chat") is ResponseOutcome.CONTEXT_OVERFLOW
-    assert context_overflow_sizes(content) == (None, context, None)
+    by_code = b'{"error":{"message":"too long","code":"context_length_exceeded"}}'
+    assert classify(400, by_code, "chat") is ResponseOutcome.CONTEXT_OVERFLOW
 
 
 def _error_of(status: int, message: str) -> bytes:
@@ -474,16 +313,12 @@ def _error_of(status: int, message: str) -> bytes:
         (500, b"proxy error: Could not establish connection", "not_loaded", False),
         (400, _error_of(400, "model 'a/b' not found"), "not_loaded", True),
         (500, b"proxy error: Failed to read connection", "reset", False),
-        (500, b"proxy error: Connection timed out", "reset", False),
         # What the server of the model says itself, also of what a client wrote.
         (400, _error_of(400, "the model is not loaded"), None, False),
-        (400, _error_of(400, "model is not loaded, says the template"), None, False),
         (400, b"proxy error: Could not establish connection", None, False),
         (404, _error_of(404, "model 'a' not found"), None, False),
-        (503, _error_of(503, "no slot available"), None, False),
         (500, b"\xff" * 5000, None, False),
         (400, _error_of(400, "model '" + "a" * 5000 + "' not found"), None, False),
-        (400, b"[1]", None, False),
     ],
 )
 def test_a_routers_own_errors_are_told_from_those_of_its_models(
@@ -514,34 +349,20 @@ def test_errors_are_read_in_both_forms() -> None:
     assert error_status(b'{"code":400}') == 400
     assert error_status(b'{"error":{"code":"server_error"}}') == 500
     assert error_status(b'{"error":{"code":200}}') == 500
-
-
-def test_an_error_event_becomes_an_error_body() -> None:
     assert error_event_to_body(OVERFLOW) is OVERFLOW
-    assert (
-        error_event_to_body(b'{"code":500,"message":"a"}')
-        == b'{"error":{"code":500,"message":"a"}}'
-    )
-    assert error_status(error_event_to_body(b"{oops")) == 500
+    assert error_event_to_body(b'{"message":"a"}') == b'{"error":{"message":"a"}}'
     assert error_message(error_event_to_body(b"{oops"))
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("value", "seconds"),
     [
-        (b"7", 7.0),
-        (b" 0 ", 0.0),
-        (b"Thu, 01 Jan 1970 00:17:00 GMT", 20.0),
-        (b"Thu, 01 Jan 1970 00:16:00 GMT", 0.0),
-        (b"999999999", 86_400.0),
-        (b"Fri, 31 Dec 9999 23:59:59 GMT", 86_400.0),
-        (b"soon", None),
-        (b"-3", None),
-        (b"1e9", None),
-        (b"99999999999999999999", None),
-        ("\u0663".encode(), None),
+        (b"7", 7.0), (b" 0 ", 0.0), (b"Thu, 01 Jan 1970 00:17:00 GMT", 20.0),
+        (b"Thu, 01 Jan 1970 00:16:00 GMT", 0.0), (b"999999999", 86_400.0),
+        (b"Fri, 31 Dec 9999 23:59:59 GMT", 86_400.0), (b"soon", None), (b"-3", None),
+        (b"1e9", None), (b"99999999999999999999", None), ("\u0663".encode(), None),
     ],
-)
+)  # fmt: skip
 def test_retry_after_is_read_as_seconds_or_a_date(value: bytes, seconds: float | None) -> None:
     assert retry_after([(b"a", b"1"), (b"retry-after", value)], 1000.0) == seconds
     assert retry_after([(b"content-length", value)], 1000.0) is None
@@ -605,29 +426,9 @@ async def test_what_all_nodes_decline_has_failed_and_is_not_repeated(
         await check()
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@in_virtual_time
-async def test_an_endpoint_out_of_credit_leaves_premium_requests_to_the_cpus(
-    tmp_path: Path, stream: bool
-) -> None:
-    gpus, cpu = [EmulatedNode(), EmulatedNode()], EmulatedNode()
-    specs: tuple[dict[str, Any], ...] = ({**HOSTED, "tier": "gpu"}, {**HOSTED, "tier": "gpu"}, {})
-    async with proxy_over(tmp_path, *gpus, cpu, nodes=specs) as proxy:
-        for gpu in gpus:
-            decline(gpu, 402)
-        premium = {"x-priority": "premium"}
-        for number in range(6):
-            reply = await proxy.ask(stream=stream, headers=premium)
-            assert (reply.status_code, reply.headers["x-gateway-node"]) == (200, "c")
-            assert reply.headers["x-gateway-attempts"] == ("1" if number else "3")
-        assert [gpu.requests for gpu in gpus] == [1, 1]
-        assert "402" in proxy.node("a").reason
-        assert [proxy.node(name).failures for name in "abc"] == [0, 0, 0]
-
-
 @pytest.mark.parametrize("status", [402, 429])
 @in_virtual_time
-async def test_a_model_whose_endpoint_wants_a_pause_leaves_requests_to_the_next_of_its_alias(
+async def test_the_next_model_of_an_alias_serves_while_one_pauses(
     tmp_path: Path, status: int
 ) -> None:
     first, second = EmulatedNode(), EmulatedNode()
@@ -647,52 +448,24 @@ async def test_a_model_whose_endpoint_wants_a_pause_leaves_requests_to_the_next_
         assert reply.headers["x-gateway-node"] == "a"
 
 
-async def all_limited(proxy: ProxyOverNodes, path: str, **more: Any) -> tuple[Any, float]:
-    """The reply to a request that no node serves now, and how long it took."""
-    began = now()
-    reply = await proxy.ask(path, **more)
-    assert (reply.status_code, reply.headers["x-gateway-reason"]) == (429, "queue_full")
-    return reply, now() - began
-
-
-@pytest.mark.parametrize("kind", ["llama.cpp", "openai"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", GENERATION_PATHS)
 @in_virtual_time
-async def test_when_all_nodes_want_a_pause_the_client_gets_429_with_the_shortest(
-    tmp_path: Path, kind: str
+async def test_a_pause_of_all_nodes_is_429_with_the_shortest(
+    tmp_path: Path, path: str, stream: bool
 ) -> None:
     servers = [EmulatedNode() for _ in range(3)]
-    spec = HOSTED if kind == "openai" else {}
-    paths = [
-        path for path in GENERATION_PATHS if kind == "llama.cpp" or path in GENERATION_PATHS[:2]
-    ]
-    for path in paths:
-        for stream in (False, True):
-            folder = tmp_path / f"{path.replace('/', '-')}-{stream}"
-            folder.mkdir()
-            async with proxy_over(folder, *servers, nodes=(spec, spec, spec)) as proxy:
-                for server, wait in zip(servers, ("30", "12", "17"), strict=True):
-                    decline(server, 429, {"retry-after": wait})
-                reply, seconds = await all_limited(proxy, path, stream=stream)
-                assert reply.headers["retry-after"] == "12"
-                assert "x-should-retry" not in reply.headers
-                assert reply.headers["x-gateway-attempts"] == "3"
-                assert seconds < 2
-                error = reply.json()["error"]
-                assert error["type"] == "rate_limit_error"
-                if kind == "openai" and not stream:
-                    # They pause now: the next request waits for the first, not for the second.
-                    reply, seconds = await all_limited(proxy, path, stream=stream)
-                    assert reply.headers["retry-after"] == "12"
-                    assert seconds == pytest.approx(12, abs=1)
-
-
-@in_virtual_time
-async def test_a_429_without_a_time_names_one(tmp_path: Path) -> None:
-    async with proxy_over(tmp_path, one := EmulatedNode(), two := EmulatedNode()) as proxy:
-        decline(one, 429)
-        decline(two, 429)
-        reply, _ = await all_limited(proxy, GENERATION_PATHS[0])
-        assert reply.headers["retry-after"] == "5"
+    async with proxy_over(tmp_path, *servers) as proxy:
+        for server, wait in zip(servers, ("30", "12", "17"), strict=True):
+            decline(server, 429, {"retry-after": wait})
+        began = now()
+        reply = await proxy.ask(path, stream=stream)
+        assert (reply.status_code, reply.headers["x-gateway-reason"]) == (429, "queue_full")
+        assert reply.headers["retry-after"] == "12"
+        assert "x-should-retry" not in reply.headers
+        assert reply.headers["x-gateway-attempts"] == "3"
+        assert now() - began < 2
+        assert reply.json()["error"]["type"] == "rate_limit_error"
 
 
 @in_virtual_time
@@ -713,12 +486,7 @@ async def test_a_pause_counts_unless_another_node_failed(tmp_path: Path) -> None
 
     @each_case(
         ("first", "second", "status"),
-        [
-            *((429, other, 429) for other in (401, 402, 404, 451)),
-            *((other, 429, 429) for other in (401, 402, 404, 451)),
-            (429, 503, 502),
-            (503, 429, 502),
-        ],
+        [(429, 401, 429), (429, 404, 429), (402, 429, 429), (429, 503, 502), (503, 429, 502)],
     )
     async def check(first: int, second: int, status: int) -> None:
         folder = tmp_path / f"{first}-{second}"
@@ -732,25 +500,6 @@ async def test_a_pause_counts_unless_another_node_failed(tmp_path: Path) -> None
                 assert reply.headers["retry-after"] == "30"
 
     await check()
-
-
-@pytest.mark.parametrize("at", [None, "/tokenize", "/props"])
-@pytest.mark.parametrize("path", PATHS)
-@in_virtual_time
-async def test_a_node_that_declines_to_resume_a_stream_is_left_for_another(
-    tmp_path: Path, path: str, at: str | None
-) -> None:
-    one, two, three = nodes(3)
-    in_order: tuple[dict[str, Any], ...] = ({"speed_hint": 100.0}, {"speed_hint": 50.0}, {})
-    async with proxy_over(tmp_path, one, two, three, nodes=in_order) as proxy:
-        whole = await proxy.stream(path, **BODIES[path] | GREEDY)
-        one.faults.next("close", after_events=9)
-        two.faults.set("status", status=402 if at is None else 451, path=at)
-        check_whole(path, await proxy.stream(path, **BODIES[path] | GREEDY), whole)
-        two.faults.clear()
-        await proxy.settled()
-        assert [outcome for node, outcome in proxy.outcomes if node == "b"] == ["refused"]
-        assert proxy.node("b").failures == 0
 
 
 @in_virtual_time

@@ -7,8 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gateway.api import sse
 from gateway.api.base import AssemblyError, ResponseRewriter
@@ -22,7 +20,7 @@ from gateway.api.responses import (
     read_response,
 )
 from gateway.api.resuming import ReasoningEndMark, named_event
-from gateway.api.transcript import EventTemplate, SplicePoint, Transcript
+from gateway.api.transcript import SplicePoint, Transcript
 from gateway.config.settings import Settings
 from gateway.lease import NodeInfo
 from gateway.transport.errors import InvalidResponse
@@ -131,32 +129,13 @@ def test_each_event_gets_its_numbers() -> None:
     assert done[0]["item"]["status"] == "completed"
 
 
-def test_the_events_keep_all_that_they_had() -> None:
-    for events in (TEXT, CALL, THOUGHT):
-        out = iter(rewritten(repair(), events))
-        for before in map(parse_object, map(sse.payload, events)):
-            after = next(one for one in out if one["type"] == before["type"])
-            for name in before.keys() - {"response", "part", "item"}:
-                assert after[name] == before[name]
-            for name in before.keys() & {"response", "part", "item"}:
-                before[name].pop("created_at", None)
-                assert after[name].items() >= before[name].items()
-
-
 def test_a_begun_response_has_what_clients_read_of_it() -> None:
     created, in_progress, *_, completed = rewritten(repair(), TEXT)
     for event in (created, in_progress):
         assert event["response"] == {
-            "id": "resp_1",
-            "object": "response",
-            "status": "in_progress",
-            "created_at": NOW,
-            "model": "demo",
-            "output": [],
-            "usage": None,
-            "error": None,
-            "incomplete_details": None,
-        }
+            "id": "resp_1", "object": "response", "status": "in_progress", "created_at": NOW,
+            "model": "demo", "output": [], "usage": None, "error": None, "incomplete_details": None,
+        }  # fmt: skip
     assert completed["response"]["created_at"] == NOW
     assert completed["response"]["completed_at"] == END
 
@@ -231,14 +210,6 @@ def test_what_is_no_such_event_passes_untouched() -> None:
     assert run_at_once(rewriter.rewrite_body(b"no JSON")) == b"no JSON"
 
 
-def test_comments_stay_in_front_of_their_event() -> None:
-    rewriter = repair()
-    first = rewriter.rewrite_events(b":\n" + TEXT[0])
-    assert first.startswith(b":\nevent: response.created\n")
-    rewriter.rewrite_events(b"".join(TEXT[1:4]))
-    assert rewriter.rewrite_events(b":\n" + TEXT[4]).startswith(b":\nevent: response.output_text.d")
-
-
 def test_a_server_that_has_caught_up_is_left_alone() -> None:
     numbered = [named_event(value) for value in rewritten(repair(), stream(message(1, ["a", "b"])))]
     rewriter = repair()
@@ -252,17 +223,6 @@ def test_the_number_of_items_is_bounded() -> None:
     with pytest.raises(InvalidResponse):
         rewriter.rewrite_events(named_event(call(MOST_ITEMS, [])[0]))
 
-
-@each_case(
-    "fields",
-    [{"item": None}, {"item": {"id": 7}}, {"item_id": []}, {"item_id": "x", "part": 1}, {}],
-)
-def test_events_of_an_odd_shape_are_no_crash(fields: dict[str, Any]) -> None:
-    for kind in ("output_item.added", "output_item.done", "output_text.delta", "completed"):
-        repair().rewrite_events(named_event({"type": f"response.{kind}", **fields}))
-
-
-# Which requests and nodes
 
 LLAMA_CPP, OPENAI = answering(), answering("openai", None)
 SCHEMA = {"type": "object"}
@@ -298,19 +258,15 @@ def test_only_llama_cpp_is_repaired_and_only_where_it_is_switched_on() -> None:
 @each_case(
     ("body", "node", "cut_off"),
     [
-        ({"max_output_tokens": 4}, LLAMA_CPP, True),
-        ({"max_output_tokens": 5}, LLAMA_CPP, False),
+        ({"max_output_tokens": 4}, LLAMA_CPP, True), ({"max_output_tokens": 5}, LLAMA_CPP, False),
         ({"max_output_tokens": 5, "max_tokens": 4}, LLAMA_CPP, True),
         ({"max_output_tokens": None, "n_predict": -1}, LLAMA_CPP, False),
         ({"max_output_tokens": 10**400, "max_tokens": 1e300}, LLAMA_CPP, False),
-        ({}, answering(context=19), True),
-        ({}, answering(context=None), False),
+        ({}, answering(context=19), True), ({}, answering(context=None), False),
         ([], LLAMA_CPP, False),
     ],
-)
-def test_the_limits_are_those_of_the_body_and_the_node(
-    body: Any, node: NodeInfo, cut_off: bool
-) -> None:
+)  # fmt: skip
+def test_the_limits_are_of_body_and_node(body: Any, node: NodeInfo, cut_off: bool) -> None:
     rewriter = rewriter_of(body, node)
     assert rewriter is not None
     plain = parse_object(sse.payload(TEXT[-1]))["response"]
@@ -336,39 +292,13 @@ def test_a_format_is_told_in_the_words_that_the_server_obeys(body: Any, expected
 @each_case(
     "body",
     [
-        {"text": {"format": {"type": "text"}}},
-        {"text": {"format": {"type": "json_schema", "schema": 7}}},
-        {"text": {"format": []}},
-        {"text": "format"},
-        {"text": {"format": BOUND}, "tools": TOOLS},
-        {"text": {"format": BOUND}, "grammar": "root ::= "},
+        {"text": {"format": {"type": "text"}}}, {"text": "format"}, {"format": BOUND},
+        {"text": {"format": BOUND}, "tools": TOOLS}, {"text": {"format": BOUND}, "grammar": "x"},
         {"text": {"format": BOUND}, "response_format": {"type": "json_object"}},
-        {"format": BOUND},
     ],
-)
+)  # fmt: skip
 def test_all_other_bodies_stay_as_they_are(body: Any) -> None:
     assert added(body) is None
-
-
-texts = st.lists(st.text(max_size=12), max_size=6)
-made_items = st.lists(
-    st.tuples(st.sampled_from([message, reasoning, call]), texts), max_size=4
-).map(lambda made: [make(number, words) for number, (make, words) in enumerate(made)])
-
-
-@given(made_items.map(lambda made: stream(*made)), st.data())
-def test_the_result_does_not_depend_on_how_the_events_came(
-    events: list[bytes], cuts: st.DataObject
-) -> None:
-    one_by_one = repair()
-    expected = b"".join(map(one_by_one.rewrite_events, events))
-    grouped, out, at = repair(), b"", 0
-    while at < len(events):
-        to = cuts.draw(st.integers(at + 1, len(events)))
-        out += grouped.rewrite_events(b"".join(events[at:to]))
-        at = to
-    assert out == expected
-    assert len({event["sequence_number"] for event in values(out)}) == sse.count_events(out)
 
 
 def input_sent(items: list[Any]) -> Any:
@@ -381,6 +311,10 @@ def input_sent(items: list[Any]) -> Any:
 TURN = {"role": "assistant", "content": "a"}
 NOTHING_THOUGHT: dict[str, Any] = {"type": "reasoning", "summary": []}
 SUMMARY = [{"type": "summary_text", "text": "a"}, {"type": "summary_text", "text": "b"}]
+THOUGHT_ITEM = NOTHING_THOUGHT | {
+    "summary": SUMMARY,
+    "content": [{"type": "reasoning_text", "text": "a\n\nb"}],
+}
 PATCH = {"call_id": "c", "name": "patch"}
 
 
@@ -388,16 +322,7 @@ PATCH = {"call_id": "c", "name": "patch"}
     ("item", "repaired"),
     [
         (TURN, [TURN | {"type": "message"}]),
-        (
-            NOTHING_THOUGHT | {"summary": SUMMARY},
-            [
-                {
-                    "type": "reasoning",
-                    "summary": SUMMARY,
-                    "content": [{"type": "reasoning_text", "text": "a\n\nb"}],
-                }
-            ],
-        ),
+        (NOTHING_THOUGHT | {"summary": SUMMARY}, [THOUGHT_ITEM]),
         (NOTHING_THOUGHT | {"encrypted_content": "x"}, []),
         (
             {"type": "custom_tool_call", **PATCH, "input": '"'},
@@ -423,10 +348,8 @@ def test_an_item_is_given_in_a_form_that_the_server_takes(item: Any, repaired: l
     [
         [TURN | {"type": "message"}],
         [NOTHING_THOUGHT | {"content": [{"type": "reasoning_text", "text": "a"}]}],
-        [{"role": "user", "content": 'an "assistant"'}],
         ["assistant", None],
         [TURN, "x" * (4 << 20)],
-        [TURN, "," * 100_001],
         [TURN] * 2001,
     ],
 )
@@ -448,9 +371,6 @@ def test_the_terminal_event_holds_the_response() -> None:
     assert assembled(RESPONSES, events()) == {"completed_at": 7, **COMPLETED}
     with pytest.raises(AssemblyError):
         assembled(RESPONSES, events()[:1])
-
-
-def test_reasoning_is_completed_in_a_plain_response() -> None:
     reasoning, text = {"type": "reasoning", "id": "rs"}, {"type": "message", "status": "completed"}
     whole = assembled(RESPONSES, events(output=[reasoning, text]))
     assert whole["output"] == [{**reasoning, "status": "completed"}, text]
@@ -458,10 +378,7 @@ def test_reasoning_is_completed_in_a_plain_response() -> None:
 
 PATH = "/v1/responses"
 ADDED = {"type": "response.output_item.added", "item": {"id": "msg_1", "type": "message"}}
-BEGUN_THOUGHT = {
-    "type": "response.output_item.added",
-    "item": {"id": "rs_1", "type": "reasoning"},
-}
+BEGUN_THOUGHT = {"type": "response.output_item.added", "item": {"id": "rs_1", "type": "reasoning"}}
 POINT = SplicePoint("", "", 10, 2, 2)
 
 
@@ -477,22 +394,10 @@ def read(*sent: dict[str, Any]) -> Transcript:
     return transcript
 
 
-def normal(stream: Stream) -> list[dict[str, Any]]:
-    """Its events without ids and times."""
-    names: dict[str, str] = {}
-
-    def clean(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {
-                name: names.setdefault(one, f"id-{len(names)}")
-                if name in {"id", "item_id"}
-                else clean(one)
-                for name, one in value.items()
-                if name not in {"created_at", "completed_at", "timings", "input_tokens_details"}
-            }
-        return [clean(one) for one in value] if isinstance(value, list) else value
-
-    return [clean(value) for value in stream.values]
+def shown(stream: Stream) -> list[Any]:
+    """Its events, without ids and times."""
+    names = ("type", "delta", "text", "sequence_number", "output_index", "content_index")
+    return [[value.get(name) for name in names] for value in stream.values]
 
 
 @pytest.mark.parametrize("cut", [5, 8, 20])
@@ -503,40 +408,12 @@ async def test_a_cut_stream_goes_on_on_another_node(tmp_path: Path, cut: int) ->
         whole = await proxy.stream(PATH, **body)
         nodes[0].faults.next("reset", after_events=cut)
         resumed = await proxy.stream(PATH, **body)
-        assert normal(resumed) == normal(whole)
+        assert shown(resumed) == shown(whole)
+        ends = [one.values[-1]["response"] for one in (whole, resumed)]
+        assert ends[0]["output"][0]["content"] == ends[1]["output"][0]["content"]
+        assert ends[0]["usage"] == ends[1]["usage"]
         assert proxy.finished[-1].attempts == 2
         assert proxy.finished[-1].completion_tokens == proxy.finished[0].completion_tokens
-        numbers = [value["sequence_number"] for value in resumed.values]
-        assert numbers == list(range(len(numbers)))
-
-
-async def test_a_stream_that_is_not_repaired_goes_on_too(tmp_path: Path) -> None:
-    nodes = EmulatedNode(), EmulatedNode()
-    repairs = {"stream_events": False, "stop_reason": False}
-    async with proxy_over(tmp_path, *nodes, nodes=A_FIRST, repairs=repairs) as proxy:
-        whole = await proxy.stream(PATH, temperature=0, max_output_tokens=25)
-        nodes[0].faults.next("reset", after_events=9)
-        resumed = await proxy.stream(PATH, temperature=0, max_output_tokens=25)
-        texts = [[v.get("delta") for v in one.values if "delta" in v] for one in (whole, resumed)]
-        assert "".join(texts[0]) == "".join(texts[1])
-        assert [v["type"] for v in resumed.values] == [v["type"] for v in whole.values]
-
-
-@each_case(
-    ("value", "reason"),
-    [
-        ({"type": "response.output_item.added", "item": {"id": "f", "type": "function_call"}},
-         "more than text"),
-        ({"type": "response.output_item.added", "item": {"id": "m", "type": "message"}},
-         "more than text"),
-        (BEGUN_THOUGHT, "more than text"),
-        ({"type": "response.refusal.delta", "delta": "no"}, "more than text"),
-        (text("x", logprobs=[{}]), "probabilities"),
-    ],
-)  # fmt: skip
-def test_what_holds_more_than_text_is_not_resumed(value: dict[str, Any], reason: str) -> None:
-    order = [ADDED, value] if value is not BEGUN_THOUGHT else [BEGUN_THOUGHT, value]
-    assert reason in str(read(*order).unresumable)
 
 
 @each_case(
@@ -576,15 +453,6 @@ def test_an_input_is_written_as_a_chat() -> None:
     assert RESPONSES.chat_body({"input": "a"}) == {"messages": [{"role": "user", "content": "a"}]}
 
 
-def test_deltas_are_read_by_their_template() -> None:
-    first = {"type": "response.created"}
-    event = b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta",'
-    event += b'"item_id":"msg_1","delta":" a"}\n\n'
-    template = EventTemplate.of(event, read_response, first)
-    assert template is not None
-    assert template.texts(event + event) == [" a", " a"]
-
-
 def test_reasoning_goes_on_and_ends_in_a_message() -> None:
     thought = {"type": "response.reasoning_text.delta", "item_id": "rs_1", "delta": "hm"}
     rewriter = NativeToResponsesRewriter(
@@ -609,11 +477,9 @@ def test_reasoning_goes_on_and_ends_in_a_message() -> None:
 def test_a_numbered_stream_goes_on_with_its_numbers() -> None:
     rewriter = NativeToResponsesRewriter(read(ADDED, text("a", sequence_number=8)), POINT)
     data = rewriter.rewrite({"content": "b"})
-    data += rewriter.rewrite({"content": "", "stop": True, "stop_type": "limit"})
-    found = values(data)
+    found = values(data + rewriter.rewrite({"content": "", "stop": True, "stop_type": "limit"}))
     assert [value["sequence_number"] for value in found] == list(range(9, 14))
     assert found[0]["output_index"] == found[0]["content_index"] == 0
-    assert found[-1]["type"] == "response.completed"
     assert found[-1]["response"]["output"][0]["content"][0]["text"] == "ab"
 
 

@@ -4,7 +4,7 @@
 
 Each target runs in a process of its own, `--jobs` of them at a time. An input fails if it raises
 anything undeclared, breaks an oracle, takes more than a second of CPU time or ten on the clock, or
-makes the process larger than `--rss` MiB; a leak of a few hundred bytes for each input does that
+makes the process larger than 512 MiB; a leak of a few hundred bytes for each input does that
 within a million. `--keep` adds what was found to the corpus, as small as it can be.
 """
 
@@ -14,18 +14,16 @@ import argparse
 import importlib
 import importlib.util
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
-from tests.fuzz.inputs import Target, fewest_inputs, read_corpus, write_corpus
-from tests.fuzz.modules import MODULES
+from tests.fuzz import MODULES
+from tests.fuzz.inputs import Target, read_corpus, write_corpus
 
 NAMES = (*MODULES, "api")
 
@@ -34,72 +32,44 @@ _DONE = re.compile(r"^Done (\d+) runs in", re.MULTILINE)
 _PROGRESS = re.compile(r"^#(\d+)\t.*? cov: (\d+) .*?rss: (\d+)Mb", re.MULTILINE)
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """One target's run."""
-
-    target: str
-    inputs: int
-    seconds: float
-    covered: int
-    """Edges of the gateway's code."""
-    rss_mb: int
-    """The most that the process took."""
-    failure: str
-    """Why the run failed, with the input in base64; empty: it did not."""
-
-    @property
-    def line(self) -> str:
-        rate = self.inputs / self.seconds if self.seconds else 0.0
-        return (
-            f"{self.target:<10}{self.inputs:>10} inputs {self.seconds:>7.0f} s {rate:>7.0f}/s "
-            f"{self.covered:>6} edges {self.rss_mb:>5} MiB  {'FAILED' if self.failure else 'ok'}"
-        )
-
-
 def target_of(name: str) -> Target:
     """The target of this name."""
     found: Target = getattr(importlib.import_module(MODULES[name]), name.upper())
     return found
 
 
-def fuzz(target: Target, options: argparse.Namespace, folder: Path) -> Report:
-    """Fuzz one target until it has had enough inputs or time, or fails."""
-    name = target.name
-    corpus, fresh = folder / name / "corpus", folder / name / "fresh"
-    for place in (corpus, fresh):
+def fuzz(target: Target, options: argparse.Namespace, folder: Path) -> tuple[str, bool]:
+    """Fuzz one target until it has had enough inputs or time; a text, and whether it failed."""
+    name, own = target.name, folder / target.name
+    for place in (own / "corpus", own / "fresh"):
         place.mkdir(parents=True)
     for number, data in enumerate((*target.seeds, *read_corpus(name))):
-        (corpus / f"kept-{number}").write_bytes(data)
-    words = folder / name / "words"
-    words.write_text("".join(f'"{_escaped(token)}"\n' for token in target.tokens))
+        (own / "corpus" / f"kept-{number}").write_bytes(data)
+    (own / "words").write_text("".join(f'"{_escaped(token)}"\n' for token in target.tokens))
     limits = [f"-runs={options.runs}"] if options.runs else []
     limits += [f"-max_total_time={options.seconds}"] if options.seconds else []
     command = [
-        sys.executable, "-m", "tests.fuzz.run_target", name, *limits, f"-dict={words}",
-        f"-max_len={target.longest}", f"-rss_limit_mb={options.rss}", "-timeout=10",
-        f"-artifact_prefix={folder / name}/", f"-seed={options.seed}", "-print_final_stats=1",
-        "-len_control=20", "-use_value_profile=0", str(fresh), str(corpus),
+        sys.executable, "-m", "tests.fuzz.run_target", name, *limits, f"-dict={own / 'words'}",
+        f"-max_len={target.longest}", "-rss_limit_mb=512", "-timeout=10",
+        f"-artifact_prefix={own}/", f"-seed={options.seed}", "-print_final_stats=1",
+        "-len_control=20", "-use_value_profile=0", str(own / "fresh"), str(own / "corpus"),
     ]  # fmt: skip
     began = time.monotonic()
-    log = folder / name / "log"
-    with log.open("wb") as out:
-        status = subprocess.run(command, stdout=out, stderr=out, check=False).returncode
+    with (own / "log").open("wb") as out:
+        failed = subprocess.run(command, stdout=out, stderr=out, check=False).returncode != 0
     seconds = time.monotonic() - began
-    text = log.read_text(errors="replace")
-    progress = _PROGRESS.findall(text)
-    done = _DONE.search(text)
-    failure = "" if not status else _failure(text, folder / name)
-    if options.keep and not failure:
-        _keep(folder / name, target)
-    return Report(
-        name,
-        int(done[1]) if done else int(progress[-1][0]) if progress else 0,
-        seconds,
-        max((int(edges) for _, edges, _ in progress), default=0),
-        max((int(rss) for *_, rss in progress), default=0),
-        failure,
+    text = (own / "log").read_text(errors="replace")
+    progress, done = _PROGRESS.findall(text), _DONE.search(text)
+    if options.keep and not failed:
+        _keep(own, target)
+    inputs = int(done[1]) if done else int(progress[-1][0]) if progress else 0
+    covered = max((int(edges) for _, edges, _ in progress), default=0)
+    rss = max((int(rss) for *_, rss in progress), default=0)
+    line = (
+        f"{name:<10}{inputs:>10} inputs {seconds:>7.0f} s {inputs / seconds:>7.0f}/s "
+        f"{covered:>6} edges {rss:>5} MiB  {'FAILED' if failed else 'ok'}"
     )
+    return f"{line}\n{_failure(text, own)}" if failed else line, failed
 
 
 def fuzz_api(options: argparse.Namespace) -> tuple[str, bool]:
@@ -107,8 +77,7 @@ def fuzz_api(options: argparse.Namespace) -> tuple[str, bool]:
     from tests.fuzz import api
 
     cases = options.cases or (1 << 30 if options.seconds else api.CASES)
-    seconds = options.seconds or 1e9
-    figures, problems = api.fuzz_api(cases, seconds, jobs=options.api_jobs, seed=options.seed)
+    figures, problems = api.fuzz_api(cases, options.seconds or 1e9, seed=options.seed)
     return api.report(figures, problems), bool(problems)
 
 
@@ -121,9 +90,12 @@ def _failure(log: str, folder: Path) -> str:
 
 def _keep(folder: Path, target: Target) -> None:
     """Keep the fewest inputs that reach what all of them reach, short ones first."""
-    places = (folder / "corpus", folder / "fresh")
-    inputs = {file.read_bytes() for place in places for file in place.iterdir()}
-    write_corpus(target.name, fewest_inputs(target.make_check(), inputs - set(target.seeds)))
+    fewest = folder / "fewest"
+    fewest.mkdir()
+    places = (fewest, folder / "corpus", folder / "fresh")
+    command = [sys.executable, "-m", "tests.fuzz.run_target", target.name, "-merge=1"]
+    subprocess.run([*command, *map(str, places)], capture_output=True, check=True)
+    write_corpus(target.name, {file.read_bytes() for file in fewest.iterdir()} - {*target.seeds})
 
 
 def _escaped(token: bytes) -> str:
@@ -139,8 +111,6 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--cases", type=int, default=0, help="requests of `api`")
     parser.add_argument("--only", default=",".join(NAMES), help="targets, with commas between")
     parser.add_argument("--jobs", type=int, default=2, help="targets at a time")
-    parser.add_argument("--api-jobs", type=int, default=1, help="processes that send requests")
-    parser.add_argument("--rss", type=int, default=512, help="MiB that a process may take")
     parser.add_argument("--seed", type=int, default=0, help="0: another one in each run")
     parser.add_argument("--keep", action="store_true", help="add what was found to the corpus")
     return parser
@@ -160,29 +130,21 @@ def main() -> int:
             version = ".".join(map(str, sys.version_info[:2]))
             print(f"SKIPPED: {tool} is not installed on this Python {version}: make dev")
             names = [name for name in names if name not in needing]
-    folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
     lock = threading.Lock()
-    failed = False
+    failures: list[bool] = []
 
     def run(target: Target | None) -> None:
-        nonlocal failed
-        if target is None:
-            text, wrong = fuzz_api(options)
-        else:
-            report = fuzz(target, options, folder)
-            text, wrong = report.line + report.failure.join(("\n", "")), bool(report.failure)
+        text, failed = fuzz_api(options) if target is None else fuzz(target, options, Path(folder))
         with lock:
-            failed = failed or wrong
+            failures.append(failed)
             print(text.rstrip(), flush=True)
 
-    try:
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         # The longest begins first. Targets are imported one by one, before there are threads.
         targets = [None if name == "api" else target_of(name) for name in names]
         with ThreadPoolExecutor(options.jobs) as pool:
             list(pool.map(run, sorted(targets, key=lambda target: target is not None)))
-    finally:
-        shutil.rmtree(folder)
-    return int(failed)
+    return int(any(failures))
 
 
 if __name__ == "__main__":

@@ -3,34 +3,31 @@
 A gateway process serves over two emulated nodes, with keys on both listeners. Every operation of
 both gets requests that fit the document and requests that do not. A response must be as the
 document says: status, content type, header fields, body. No response is 500, none takes longer
-than a minute, no turn of the event loop more than 50 ms of CPU time, and afterwards the process has the descriptors and about the memory that it had once
-it was warm.
+than a minute, no turn of the event loop more than 50 ms of CPU time, and afterwards the process has
+the descriptors and about the memory that it had once it was warm.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
-import multiprocessing
-import os
 import random
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import requests
-import yaml
 
-from gateway.callers.keys import ApiKey, new_key
-from tests.emulator.process import emulator_process
+from gateway.callers.keys import new_key
+from tests.emulator import EmulatedNode
+from tests.gateway_processes import serving
 from tests.loop_watch.plugin import Children, table
 from tests.loop_watch.plugin import environment as watched
 from tests.loop_watch.plugin import problems as problems_of
@@ -43,8 +40,6 @@ HANG_SECONDS = 60.0
 
 CASES_PER_TURN = 20
 """Cases of one operation before the next one has its turn."""
-
-START_SECONDS = 90.0
 
 WARM_SHARE = 0.2
 """Part of a run after which memory is measured for the first time."""
@@ -62,25 +57,8 @@ class Site:
     url: str
     admin_url: str
     keys: Mapping[str, str]
-    """Keys of the public listener: `right`, `limited`, `wrong`."""
-    admin_keys: Mapping[str, str]
-    """Of the admin listener: `right`, `limited` (a viewer's), `wrong`."""
-    process: psutil.Process | None = None
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What came of some cases."""
-
-    cases: int = 0
-    statuses: Counter[str] = field(default_factory=Counter)
-    """Responses by listener and status."""
-    failures: list[str] = field(default_factory=list)
-
-    def add(self, other: Outcome) -> None:
-        self.cases += other.cases
-        self.statuses += other.statuses
-        self.failures += other.failures
+    """Of both listeners: `right`, `limited` (a viewer's at the admin listener), `wrong`."""
+    process: psutil.Process
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,37 +73,10 @@ class Measured:
         return cls(round(process.memory_info().rss / 1e6, 1), process.num_fds())
 
 
-@contextmanager
-def running_site(folder: Path) -> Iterator[Site]:
-    """A gateway process over two emulated nodes, in processes of their own."""
+@asynccontextmanager
+async def running_site(folder: Path) -> AsyncIterator[Site]:
+    """A gateway process over two emulated nodes."""
     keys = {name: new_key(name) for name in ("right", "limited")}
-    with ExitStack() as stack:
-        nodes = [_node(stack, slots) for slots in (4, 8)]
-        url, admin_url, process = _gateway(stack, folder, nodes, keys)
-        texts = {"wrong": new_key("right").text, **{name: key.text for name, key in keys.items()}}
-        yield Site(url, admin_url, texts, texts, psutil.Process(process.pid))
-        assert process.poll() is None, "the gateway's process has ended"
-    log = (folder / "gateway.log").read_text(errors="replace")
-    wrong = [line for line in log.splitlines() if '"level":"error"' in line or "Traceback" in line]
-    assert not wrong, wrong[0][:3000]
-
-
-def reports_folder(folder: Path) -> Path:
-    """Where the gateway's process reports what holds its event loop."""
-    (folder / "loop").mkdir(exist_ok=True)
-    return folder / "loop"
-
-
-def _node(stack: ExitStack, slots: int) -> str:
-    options = ("--slots", str(slots), "--answer-tokens", "6")
-    node = emulator_process(*options, "--embeddings", "--rerank", "--infill")
-    return stack.enter_context(node).url
-
-
-def _gateway(
-    stack: ExitStack, folder: Path, nodes: list[str], keys: Mapping[str, ApiKey]
-) -> tuple[str, str, subprocess.Popen[str]]:
-    specs = [{"name": f"node-{number}", "url": node} for number, node in enumerate(nodes)]
     right, limited = ({"id": key.id, "sha256": key.sha256} for key in keys.values())
     limits = {"tpm": 20_000, "concurrency": 1, "prompt_tokens": 100, "completion_tokens": 5}
     settings = {
@@ -133,47 +84,32 @@ def _gateway(
             {**right, "max_class": "urgent", "trust_user_headers": True},
             {**limited, "models": ["alias"], "max_class": "batch", "limits": limits},
         ],
-        "admin": {"keys": [{**right, "role": "admin"}, {**limited, "role": "viewer"}]},
+        "admin": {"port": 0, "keys": [{**right, "role": "admin"}, {**limited, "role": "viewer"}]},
         "ollama": True,
         "queue": {"max_wait": 5},
         "shutdown": {"grace": 2},
         "models": {"alias": {"use": "demo"}},
+        "logging": {"access": False},
     }
-    (folder / "nodes.yaml").write_text(yaml.safe_dump({"nodes": specs}))
-    (folder / "gateway.yaml").write_text(yaml.safe_dump(settings))
-    command = [
-        *(sys.executable, "-m", "gateway", "serve", "--nodes", "nodes.yaml"),
-        *("--config", "gateway.yaml", "--port", "0", "--admin-port", "0"),
-    ]
-    log = stack.enter_context((folder / "gateway.log").open("ab"))
-    environment = {**os.environ, "STATE_DIRECTORY": str(folder / "state")}
-    environment |= watched(reports_folder(folder), str(Path.cwd()))
-    process = _start(stack, command, cwd=folder, stdout=log, stderr=log, env=environment)
-    until = time.monotonic() + START_SECONDS
-    while True:
-        log_text = (folder / "gateway.log").read_text()
-        assert process.poll() is None, log_text
-        lines = [
-            json.loads(line) for line in log_text.splitlines(keepends=True) if line[-1:] == "\n"
-        ]
-        for line in lines:
-            if line["event"] == "listening":
-                url, admin_url = line["public"], line["admin"]
-                if requests.get(f"{url}/ready", timeout=5).status_code == 200:
-                    return url, admin_url, process
-        assert time.monotonic() < until, "the gateway is not ready"
-        time.sleep(0.1)
-
-
-def _start(stack: ExitStack, command: list[str], **options: Any) -> subprocess.Popen[str]:
-    process = subprocess.Popen(command, text=True, **options)
-    stack.callback(process.wait, 30)
-    stack.callback(process.terminate)
-    return process
+    more: dict[str, Any] = {"answer_tokens": 6, "embeddings": True, "rerank": True, "infill": True}
+    async with EmulatedNode(slots=4, **more) as one, EmulatedNode(slots=8, **more) as other:
+        nodes = [{"name": f"node-{n}", "url": node.url} for n, node in enumerate((one, other))]
+        (folder / "loop").mkdir()
+        environment = watched(folder / "loop", str(Path.cwd()))
+        async with serving(
+            folder / "gateway", nodes, settings=settings, environment=environment
+        ) as line:
+            texts = {name: key.text for name, key in keys.items()} | {
+                "wrong": new_key("right").text
+            }
+            yield Site(line.url, line.admin_url, texts, psutil.Process(line.first.pid))
+            assert line.first.returncode is None, "the gateway's process has ended"
+    wrong = [one for one in line.lines if one.get("level") == "error" or "Traceback" in str(one)]
+    assert not wrong, wrong[0]
 
 
 class Fuzzer:
-    """Sends cases of some operations of one document."""
+    """Sends cases of all operations of one document."""
 
     def __init__(self, site: Site, document: dict[str, Any], seed: int) -> None:
         import schemathesis
@@ -191,30 +127,46 @@ class Fuzzer:
         ]
         schema: Any = schemathesis.openapi.from_dict(document)
         operations = [found.ok() for found in schema.get_all_operations()]
-        self.operations = [one for one in operations if one.path not in ENDLESS]
-        self.outcome = Outcome()
-        self._kinds: Counter[str] = Counter()
+        self._operations = [one for one in operations if one.path not in ENDLESS]
+        self.cases = 0
+        self.statuses: Counter[str] = Counter()
+        """Responses by listener and status."""
+        self.failures: dict[str, str] = {}
+        """The first of each kind."""
 
-    def boundary_cases(self, operation: Any) -> Iterator[Any]:
-        """Cases at the boundaries of each parameter and field of one operation, right and wrong."""
+    def run(self, credentials: tuple[str, ...], cases: float, seconds: float) -> None:
+        """Send boundary cases with each of these credentials, and random ones for what is left."""
+        until, most = time.monotonic() + seconds, self.cases + int(cases)
+
+        def left() -> int:
+            over = time.monotonic() > until or len(self.failures) > MOST_FAILURES
+            return 0 if over else most - self.cases
+
+        for name, operation in itertools.product(credentials, self._operations):
+            if left() > 0:
+                self._send_boundary_cases(operation, name, left())
+        for operation in itertools.cycle(self._operations):
+            if left() <= 0:
+                return
+            self._turn(operation, min(CASES_PER_TURN, left()))
+
+    def _send_boundary_cases(self, operation: Any, credentials: str, count: int) -> None:
+        """Send up to `count` cases at the boundaries of each parameter and field."""
         from schemathesis import GenerationMode
 
         schema = operation.schema
-        yield from schema.iter_coverage_cases(
+        cases = schema.iter_coverage_cases(
             operation,
             generation_modes=list(GenerationMode),
             generation_config=schema.config.generation_for(operation=operation),
         )
-
-    def send_boundary_cases(self, operation: Any, credentials: str, count: int) -> None:
-        """Send up to `count` of them, with these credentials."""
-        for case in itertools.islice(self.boundary_cases(operation), count):
+        for case in itertools.islice(cases, count):
             try:
                 self._send(case, operation, credentials)
             except (Exception, BaseExceptionGroup) as error:  # noqa: BLE001 - it is a finding
                 self._add_failure(operation, error)
 
-    def turn(self, operation: Any, count: int) -> None:
+    def _turn(self, operation: Any, count: int) -> None:
         """Send up to `count` random cases of one operation."""
         import hypothesis
         from hypothesis import HealthCheck, Phase
@@ -249,16 +201,13 @@ class Fuzzer:
         problems = getattr(error, "exceptions", [error])
         text = " | ".join(f"{one}"[:1500] for one in problems)
         kind = f"{operation.label}: {text.partition(chr(10))[0]}"
-        self._kinds[kind] += 1
-        if self._kinds[kind] == 1:
-            self.outcome.failures.append(f"{operation.label}: {text}")
+        self.failures.setdefault(kind, f"{operation.label}: {text}")
 
     def _send(self, case: Any, operation: Any, credentials: str) -> None:
         site, is_admin = self._site, "admin" in (operation.tags or ())
-        base, keys = (site.admin_url, site.admin_keys) if is_admin else (site.url, site.keys)
-        key = keys.get(credentials)
+        base, key = site.admin_url if is_admin else site.url, site.keys.get(credentials)
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        self.outcome.cases += 1
+        self.cases += 1
         if self._rng.random() < 0.8 and case.headers is not None:
             # Boundaries of it are far below a second: most requests would end while they wait.
             case.headers.pop("X-Request-Timeout", None)
@@ -266,7 +215,7 @@ class Fuzzer:
             base_url=base, session=self._session, headers=headers, timeout=HANG_SECONDS
         )
         name = f"{'admin' if is_admin else 'public'} {response.status_code}"
-        self.outcome.statuses[name] += 1
+        self.statuses[name] += 1
         # Two nodes may agree on a 500, which passes; the gateway's own has this text.
         wrong = b"The gateway failed" in response.content or (
             is_admin and response.status_code == 500
@@ -294,87 +243,25 @@ def _has_nothing_wrong(error: BaseException) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What one process sends."""
-
-    site: Site
-    """Without its process."""
-    document: dict[str, Any]
-    number: int
-    of: int
-    credentials: tuple[str, ...]
-    """With which of them boundary cases are sent: `right`, `limited`, `wrong`, `none`."""
-    cases: int
-    """The most, boundary cases included; the rest are random ones."""
-    seconds: float
-    seed: int
-
-
-def send_share(share: Share) -> Outcome:
-    """Send a part of the cases; in a process of its own."""
-    fuzzer = Fuzzer(share.site, share.document, share.seed)
-    mine = fuzzer.operations[share.number :: share.of]
-    until = time.monotonic() + share.seconds
-
-    def left() -> int:
-        over = time.monotonic() > until or len(fuzzer.outcome.failures) > MOST_FAILURES
-        return 0 if over else share.cases - fuzzer.outcome.cases
-
-    for credentials in share.credentials:
-        for operation in mine:
-            if left() > 0:
-                fuzzer.send_boundary_cases(operation, credentials, left())
-    for operation in itertools.cycle(mine):
-        if left() <= 0:
-            return fuzzer.outcome
-        fuzzer.turn(operation, min(CASES_PER_TURN, left()))
-    return fuzzer.outcome
-
-
-def fuzz_api(
-    cases: int, seconds: float, jobs: int = 2, seed: int = 0
-) -> tuple[dict[str, Any], list[str]]:
+def fuzz_api(cases: int, seconds: float, seed: int = 0) -> tuple[dict[str, Any], list[str]]:
     """Send so many cases, or for so many seconds; returns the figures, and what was wrong."""
-    seed = seed or random.SystemRandom().getrandbits(31)
+    return asyncio.run(_fuzz_api(cases, seconds, seed or random.SystemRandom().getrandbits(31)))
+
+
+async def _fuzz_api(cases: int, seconds: float, seed: int) -> tuple[dict[str, Any], list[str]]:
     began = time.monotonic()
-    total = Outcome()
-    with tempfile.TemporaryDirectory(prefix="fuzz-api-") as name, running_site(Path(name)) as site:
-        assert site.process is not None
-        headers = {"Authorization": f"Bearer {site.admin_keys['right']}"}
-        document = requests.get(
-            f"{site.admin_url}/openapi.json", headers=headers, timeout=30
-        ).json()
-        measured = []
-        context = multiprocessing.get_context("spawn")
-        with context.Pool(jobs) as pool:
-            for turn, part in enumerate((WARM_SHARE, 1 - WARM_SHARE)):
-                credentials = ("limited", "wrong", "none", "right") if turn else ("right",)
-                shares = [
-                    Share(
-                        replace(site, process=None), document, number, jobs, credentials, int(cases * part / jobs),
-                        seconds * part, seed + 10 * turn + number,
-                    )
-                    for number in range(jobs)
-                ]  # fmt: skip
-                for outcome in pool.imap_unordered(send_share, shares):
-                    total.add(outcome)
-                measured.append(_settled(site.process))
-        records = Children(reports_folder(Path(name))).take()
-        assert records, "the gateway's event loop is not watched: its start waits for files"
-    warm, after = measured
-    problems = [*dict.fromkeys(total.failures)][:MOST_FAILURES] + problems_of(records)
-    if after.descriptors > warm.descriptors + 5:
-        problems.append(
-            f"descriptors: {warm.descriptors} when warm, {after.descriptors} afterwards"
-        )
-    if after.rss_mb > warm.rss_mb + MOST_GROWTH_MB:
-        problems.append(f"memory: {warm.rss_mb} MB when warm, {after.rss_mb} MB afterwards")
-    took = time.monotonic() - began
+    with tempfile.TemporaryDirectory(prefix="fuzz-api-") as name:
+        async with running_site(Path(name)) as site:
+            fuzzer, warm, after = await asyncio.to_thread(_send_all, site, cases, seconds, seed)
+        records = Children(Path(name) / "loop").take()
+    assert records, "the gateway's event loop is not watched: its start waits for files"
+    problems = [*fuzzer.failures.values()][:MOST_FAILURES] + problems_of(records)
+    if after.descriptors > warm.descriptors + 5 or after.rss_mb > warm.rss_mb + MOST_GROWTH_MB:
+        problems.append(f"{warm} when warm, {after} afterwards")
     figures = {
-        "cases": total.cases,
-        "seconds": round(took),
-        "statuses": dict(sorted(total.statuses.items())),
+        "cases": fuzzer.cases,
+        "seconds": round(time.monotonic() - began),
+        "statuses": dict(sorted(fuzzer.statuses.items())),
         "rss_mb": [warm.rss_mb, after.rss_mb],
         "descriptors": [warm.descriptors, after.descriptors],
         "seed": seed,
@@ -383,9 +270,24 @@ def fuzz_api(
     return figures, problems
 
 
+def _send_all(
+    site: Site, cases: int, seconds: float, seed: int
+) -> tuple[Fuzzer, Measured, Measured]:
+    """Send all cases; the fuzzer, and the process once it was warm and afterwards."""
+    headers = {"Authorization": f"Bearer {site.keys['right']}"}
+    while requests.get(f"{site.url}/ready", timeout=30).status_code != 200:
+        time.sleep(0.1)
+    document = requests.get(f"{site.admin_url}/openapi.json", headers=headers, timeout=30)
+    fuzzer = Fuzzer(site, document.json(), seed)
+    fuzzer.run(("right",), cases * WARM_SHARE, seconds * WARM_SHARE)
+    warm, rest = _settled(site.process), 1 - WARM_SHARE
+    fuzzer.run(("limited", "wrong", "none", "right"), cases * rest, seconds * rest)
+    return fuzzer, warm, _settled(site.process)
+
+
 def resume_nodes(site: Site) -> None:
     """Undo what a case has done to the nodes."""
-    headers = {"Authorization": f"Bearer {site.admin_keys['right']}"}
+    headers = {"Authorization": f"Bearer {site.keys['right']}"}
     for number in range(2):
         url = f"{site.admin_url}/admin/nodes/node-{number}/resume"
         requests.post(url, headers=headers, timeout=30)

@@ -21,7 +21,7 @@ from gateway.config.listeners import LimitSettings
 from gateway.config.scheduling import ModelRule
 from gateway.errors import GatewayError
 from gateway.nodes.model_index import ModelIndex
-from gateway.request.body import LargeBody, parse_body, read_large_body
+from gateway.request.body import parse_body, read_large_body
 from gateway.request.json_outline import DEFAULT_SIZES, JsonOutline, ScanSizes, read_outline
 from gateway.request.preparation import (
     IncomingRequest,
@@ -51,7 +51,7 @@ _LIMIT = re.compile(r"nested deeper|in a row|name is over|more than \d+")
 _RULES = {
     "ruled": ModelRule(
         use=("demo",), set={"temperature": 0.5}, default={"max_tokens": 9}, strip=("stop",)
-    ),
+    )
 }
 
 _OLLAMA = tuple(
@@ -99,6 +99,11 @@ def _check_outline(body: bytes) -> None:
         assert fields is not None, "the outline takes for JSON what is none"
         values = {one.name: body[one.start : one.end] for one in found.fields}
         assert values == {name: bytes(value) for name, value in fields.items()}
+        for one in found.fields:
+            value = json.loads(body[one.start : one.end])
+            if isinstance(value, list):
+                items = [item for item in value if isinstance(item, str | list | dict)]
+                assert (one.item_count, one.has_scalars) == (len(items), len(items) < len(value))
         assert not isinstance(whole, GatewayError)
         assert found._replace(fields=[]) == whole._replace(fields=[]), "cuts change the outline"
         for one, other in zip(found.fields, whole.fields, strict=True):
@@ -115,33 +120,16 @@ class Preparer:
         catalog.set_nodes([a_node(model=["demo"])])
         self._rules = RequestRules(LIMITS, ModelAliases(_RULES, catalog), "demo")
 
-    def small(self, body: bytes, route: Route) -> Request | GatewayError:
+    def prepared(self, body: bytes, route: Route, *, large: bool) -> Request | GatewayError:
+        """The request, read as a large body or whole; or its error."""
         try:
-            return prepare(
-                self._incoming(body, route),
-                parse_body(body),
-                Priority.NORMAL,
-                self._rules,
-            )
+            whole = run_at_once(read_large_body(body, LIMITS)) if large else body
+            sender = Sender(_CALLER, b"accept: */*\r\n")
+            incoming = IncomingRequest("req_1", "tag", route, whole, sender, 100.0)
+            parsed = parse_body(whole) if isinstance(whole, bytes) else whole.parse()
+            return prepare(incoming, parsed, Priority.NORMAL, self._rules)
         except GatewayError as error:
             return error
-
-    def large(self, body: bytes, route: Route) -> Request | GatewayError:
-        try:
-            large = run_at_once(read_large_body(body, LIMITS))
-            return prepare(
-                self._incoming(large, route),
-                large.parse(),
-                Priority.NORMAL,
-                self._rules,
-            )
-        except GatewayError as error:
-            return error
-
-    def _incoming(self, body: bytes | LargeBody, route: Route) -> IncomingRequest:
-        return IncomingRequest(
-            "req_1", "tag", route, body, Sender(_CALLER, b"accept: */*\r\n"), 100.0
-        )
 
 
 def _sent(request: Request) -> dict[str, bytes]:
@@ -163,7 +151,7 @@ def _same(one: object, other: object) -> bool:
 
 
 def _check_request(body: bytes, route: Route, preparer: Preparer) -> None:
-    small, large = preparer.small(body, route), preparer.large(body, route)
+    small, large = (preparer.prepared(body, route, large=large) for large in (False, True))
     for one in (small, large):
         if isinstance(one, GatewayError):
             assert one.status in {400, 403, 404}, one.status

@@ -7,21 +7,14 @@ five say where the text is cut. So the fuzzer learns which cuts matter, as it do
 from __future__ import annotations
 
 import base64
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from types import FrameType
-from typing import Any
-
-import gateway
 
 CORPUS = Path(__file__).parent / "corpus"
 """One file for each target: a line of base64 for each input, so that Git shows what was added."""
-
-GATEWAY = f"{Path(gateway.__file__).parent}/"
 
 TAIL_BYTES = 6
 
@@ -85,53 +78,13 @@ def timed(check: Check, most: float = MOST_CPU_SECONDS) -> Check:
     return run
 
 
-def fewest_inputs(check: Check, inputs: Iterable[bytes]) -> list[bytes]:
-    """The inputs, short ones first, that take a way through the gateway which none before took."""
-    taken: set[tuple[str, int, int]] = set()
-    kept = []
-    for data in sorted(inputs, key=lambda one: (len(one), one)):
-        ways = _ways(check, data)
-        if not ways <= taken:
-            taken |= ways
-            kept.append(data)
-    return kept
-
-
-def _ways(check: Check, data: bytes) -> set[tuple[str, int, int]]:
-    """The steps from line to line in the gateway's modules that one input takes."""
-    ways: set[tuple[str, int, int]] = set()
-
-    def enter(frame: FrameType, event: str, argument: object) -> Any:
-        file = frame.f_code.co_filename
-        if GATEWAY not in file:
-            return None
-        before = 0
-
-        def step(frame: FrameType, event: str, argument: object) -> Any:
-            nonlocal before
-            ways.add((file, before, frame.f_lineno))
-            before = frame.f_lineno
-            return step
-
-        return step
-
-    sys.settrace(enter)
-    try:
-        check(data)
-    finally:
-        sys.settrace(None)
-    return ways
-
-
 def read_corpus(name: str) -> list[bytes]:
     """The kept inputs of a target."""
     file = CORPUS / f"{name}.txt"
     return [base64.b64decode(line) for line in file.read_text().split()] if file.exists() else []
 
 
-def write_corpus(name: str, inputs: Iterable[bytes]) -> int:
-    """Keep these inputs, each once, and return how many bytes they have."""
+def write_corpus(name: str, inputs: Iterable[bytes]) -> None:
+    """Keep these inputs, each once."""
     lines = sorted({base64.b64encode(data).decode() for data in inputs}, key=lambda x: (len(x), x))
-    CORPUS.mkdir(exist_ok=True)
     (CORPUS / f"{name}.txt").write_text("".join(f"{line}\n" for line in lines))
-    return sum(map(len, lines))

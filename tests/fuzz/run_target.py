@@ -10,7 +10,7 @@ import sys
 
 import atheris
 
-from tests.fuzz.modules import MODULES
+from tests.fuzz import MODULES
 
 
 def main() -> None:
@@ -20,7 +20,9 @@ def main() -> None:
         module = importlib.import_module(MODULES[name])
         inputs = importlib.import_module("tests.fuzz.inputs")
     check = inputs.timed(getattr(module, name.upper()).make_check())
-    atheris.Setup([sys.argv[0], *sys.argv[2:]], check)
+    # By this command libFuzzer starts itself again to merge corpora.
+    again = f"{sys.executable} -m tests.fuzz.run_target {name}"
+    atheris.Setup([again, *sys.argv[2:]], check)
     atheris.Fuzz()
 
 

@@ -35,10 +35,7 @@ SMALL_LIMIT = 64
 APIS: tuple[Api, ...] = (CHAT, COMPLETIONS, MESSAGES, RESPONSES, NATIVE)
 
 REWRITERS: dict[Api, tuple[Callable[[], ResponseRewriter], ...]] = {
-    CHAT: (
-        ChatToMessage,
-        lambda: _ollama(OLLAMA_CHAT, b'{"model":"m","messages":[]}'),
-    ),
+    CHAT: (ChatToMessage, lambda: _ollama(OLLAMA_CHAT, b'{"model":"m","messages":[]}')),
     COMPLETIONS: (lambda: _ollama(OLLAMA_GENERATE, b'{"model":"m","prompt":"a"}'),),
     MESSAGES: (lambda: StopReasonRepair(lambda: frozenset({"x"})),),
     RESPONSES: (

@@ -6,13 +6,16 @@ import importlib.util
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tests.fuzz import MODULES
 from tests.fuzz.__main__ import target_of
 from tests.fuzz.api import fuzz_api
-from tests.fuzz.inputs import read_corpus, timed
-from tests.fuzz.modules import MODULES
+from tests.fuzz.inputs import Target, divide, read_corpus, seed, timed
 
 WITHOUT_TEXT = (b"", b"\0", bytes(6), b"\xff" * 7)
 
@@ -26,6 +29,29 @@ def test_every_seed_and_kept_input_passes(name: str) -> None:
         check(data)
 
 
+def changed(target: Target) -> Any:
+    """The text of a seed, in which words and pieces of other seeds stand in place of others."""
+    texts = [divide(one).text for one in target.seeds]
+    places = st.integers(0, max(map(len, texts)))
+    pieces = st.tuples(st.sampled_from(texts), places, places).map(lambda of: of[0][of[1] : of[2]])
+    edits = st.tuples(places, st.integers(0, 9), st.sampled_from(target.tokens) | pieces)
+
+    def apply(text: bytes, edited: list[tuple[int, int, bytes]], tail: tuple[int, ...]) -> bytes:
+        for at, left_out, put_in in edited:
+            text = text[:at] + put_in + text[at + left_out :]
+        return seed(text[: target.longest], tail[0], tail[1:])
+
+    tails = st.tuples(*[st.integers(0, 255)] * 6)
+    return st.builds(apply, st.sampled_from(texts), st.lists(edits, max_size=4), tails)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_changed_seed_passes(name: str) -> None:
+    target = target_of(name)
+    every: Any = given(changed(target))
+    every(target.make_check())()
+
+
 def test_an_input_that_takes_long_fails() -> None:
     def busy(data: bytes) -> None:
         sum(range(200_000))
@@ -34,15 +60,12 @@ def test_an_input_that_takes_long_fails() -> None:
         timed(busy, 1e-6)(b"")
 
 
-needs_atheris = pytest.mark.skipif(
-    importlib.util.find_spec("atheris") is None, reason="atheris is not installed"
-)
-
-
 @pytest.mark.slow
-@needs_atheris
+@pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="no atheris")
 def test_a_target_is_fuzzed_for_so_many_inputs() -> None:
-    done = _fuzz("--only", "chunks", "--runs", "500", "--seed", "1")
+    options = ("--only", "chunks", "--runs", "500", "--seed", "1")
+    command = [sys.executable, "-m", "tests.fuzz", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=250)
     assert done.returncode == 0, done.stdout
     assert re.match(r"chunks +500 inputs .* ok$", done.stdout.strip()), done.stdout
 
@@ -50,11 +73,6 @@ def test_a_target_is_fuzzed_for_so_many_inputs() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("schemathesis") is None, reason="no schemathesis")
 def test_responses_of_both_listeners_are_as_the_document_says() -> None:
-    figures, problems = fuzz_api(cases=400, seconds=120, jobs=1, seed=1)
+    figures, problems = fuzz_api(cases=400, seconds=120, seed=1)
     assert not problems
     assert figures["cases"] >= 300
-
-
-def _fuzz(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.fuzz", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=250)

@@ -14,7 +14,7 @@ import pytest
 
 from gateway.admin.app import ADMIN_ROUTES
 from gateway.config.settings import Settings
-from gateway.openapi import ADMIN_ERRORS, ERRORS, SCHEMAS, SITE_PATHS, ErrorRow, openapi_json
+from gateway.openapi import ADMIN_ERRORS, ERRORS, SCHEMAS, SITE_PATHS, openapi_json
 from gateway.request.routes import pages_of, routes_of
 from gateway.stored.batch_rows import Batch, BatchProgress
 from gateway.stored.claims import BatchState
@@ -68,14 +68,6 @@ def test_paths_that_settings_turn_on_are_there_only_if_they_are_served() -> None
     assert not {"/api/chat", "/me", "/me/{file}"} & set(document("public", Settings())["paths"])
 
 
-def test_every_reference_leads_somewhere() -> None:
-    whole = document()
-    for reference in set(re.findall(r'"\$ref":"#/([^"]+)"', msgspec.json.encode(whole).decode())):
-        found = whole
-        for part in reference.split("/"):
-            found = found[part]
-
-
 def test_every_operation_says_what_it_needs_and_answers() -> None:
     whole = document()
     ids = [operation["operationId"] for _, _, operation in operations(whole)]
@@ -90,13 +82,13 @@ def test_every_operation_says_what_it_needs_and_answers() -> None:
             assert operation["requestBody"]["content"]
 
 
-@pytest.mark.parametrize("needed", [False, True])
-def test_keys_are_optional_where_none_is_needed(needed: bool) -> None:
-    whole = document(needs_key=needed, needs_admin_key=needed)
-    chat = whole["paths"]["/v1/chat/completions"]["post"]["security"]
-    status = whole["paths"]["/admin/status"]["get"]["security"]
-    assert ({} in chat, {} in status) == (not needed, not needed)
-    assert whole["paths"]["/health"]["get"]["security"] == []
+def test_keys_are_optional_where_none_is_needed() -> None:
+    for needed in (False, True):
+        paths = document(needs_key=needed, needs_admin_key=needed)["paths"]
+        chat = paths["/v1/chat/completions"]["post"]["security"]
+        status = paths["/admin/status"]["get"]["security"]
+        assert ({} in chat, {} in status) == (not needed, not needed)
+        assert paths["/health"]["get"]["security"] == []
 
 
 async def test_the_roles_are_those_of_the_route_table() -> None:
@@ -175,41 +167,29 @@ async def test_answers_in_the_background_are_as_the_document_says(tmp_path: Path
         made = (await client.post("/v1/responses", json=body)).json()
         path = f"/v1/responses/{made['id']}"
         check(f"GET {kept}", await client.get(path))
+        check(f"GET {kept}", await client.get(f"{path}?starting_after=-1"))
         items = f"{path}/input_items"
-        check(f"GET {kept}/input_items", await client.get(f"{items}?limit=1&order=asc"))
-        for wrong in (f"{path}?starting_after=-1", f"{items}?limit=0", f"{items}?order=up"):
-            refused = await client.get(wrong)
-            assert refused.status_code == 400
-            check(f"GET {kept}/input_items" if items in wrong else f"GET {kept}", refused)
+        for query in ("limit=1&order=asc", "limit=0", "order=up"):
+            check(f"GET {kept}/input_items", await client.get(f"{items}?{query}"))
         check(f"POST {kept}/cancel", await client.post(f"{path}/cancel"))
         check(f"DELETE {kept}", await client.delete(path))
-        gone = await client.get(path)
-        assert gone.status_code == 404
-        check(f"GET {kept}", gone)
+        check(f"GET {kept}", await client.get(path))
 
         body = {"model": node.model, "messages": [{"role": "user", "content": "x"}]}
         headers = {"prefer": "respond-async"}
         taken = await client.post("/v1/chat/completions", json=body, headers=headers)
-        assert taken.status_code == 202
         place = taken.headers["location"]
         async with asyncio.timeout(20):
             while (answer := await client.get(place)).status_code == 202:
                 check("GET /v1/background/{id}", answer)
                 await asyncio.sleep(0.05)
         check("GET /v1/background/{id}", answer)
-        assert answer.headers["x-gateway-replay"] == "true"
         check("DELETE /v1/background/{id}", await client.delete(place))
-        for unknown in (await client.get(place), await client.delete(place)):
-            assert unknown.status_code == 404
-
-
-@pytest.mark.parametrize("rows", [ERRORS, ADMIN_ERRORS], ids=["public", "admin"])
-def test_each_error_is_there_once(rows: tuple[ErrorRow, ...]) -> None:
-    pairs = [(row.status, row.code) for row in rows]
-    assert len(pairs) == len(set(pairs))
 
 
 def test_every_code_of_batches_is_in_the_table() -> None:
+    for rows in (ERRORS, ADMIN_ERRORS):
+        assert len(rows) == len({(row.status, row.code) for row in rows})
     known = {row.code for row in ERRORS}
     for name in ("stored/batch_registry.py", "web/batches.py", "web/message_batches.py"):
         text = (ROOT / "gateway" / name).read_text()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import time
 from collections.abc import Callable, Generator
@@ -36,23 +35,11 @@ from gateway.request.body import (
 )
 from gateway.request.media import find_links
 from gateway.request.preparation import can_assemble, split_prompts
-from gateway.request.prompt_key import (
-    BLOCK_BYTES,
-    MOST_BLOCKS,
-    VolatileLines,
-    build_prompt_key,
-    prompt_key_steps,
-)
+from gateway.request.prompt_key import VolatileLines, build_prompt_key, prompt_key_steps
 from gateway.request.routes import ROUTES
 from tests.each_case import each_case
 from tests.forward.pictures import data_url, png
-from tests.request.test_media import (
-    LINKS,
-    NO_LINKS,
-    REMOTE,
-    bodies_with,
-    bodies_with_elsewhere,
-)
+from tests.request.test_media import LINKS, NO_LINKS, REMOTE, bodies_with, bodies_with_elsewhere
 
 
 def raw(value: Any) -> msgspec.Raw:
@@ -62,35 +49,20 @@ def raw(value: Any) -> msgspec.Raw:
 @each_case(
     ("body", "code", "param"),
     [
-        (b"", "invalid_json", None),
-        (b"  \n", "invalid_json", None),
-        (b"{", "invalid_json", None),
-        (b'{"a":1}}', "invalid_json", None),
-        (b"{'a':1}", "invalid_json", None),
-        (b'{"a":NaN}', "invalid_json", None),
-        (b'{"model":"\xff"}', "invalid_json", None),
-        (b'{"x":"\xed\xa0\x80"}', "invalid_json", None),
-        (b"[]", "invalid_request", None),
-        (b'"text"', "invalid_request", None),
-        (b"null", "invalid_request", None),
+        *((body, "invalid_json", None) for body in (
+            b"", b"{", b'{"a":1}}', b"{'a':1}", b'{"a":NaN}', b'{"model":"\xff"}',
+            b'{"x":"\xed\xa0\x80"}')),
+        *((body, "invalid_request", None) for body in (b"[]", b'"text"', b"null")),
         (b'{"model":7}', "invalid_request", "model"),
         (b'{"stream":"yes"}', "invalid_request", "stream"),
         (b'{"n":"2"}', "invalid_request", "n"),
         (b'{"max_tokens":[1]}', "invalid_request", "max_tokens"),
     ],
-)
-def test_a_bad_body_is_refused_with_the_contracts_codes(
-    body: bytes, code: str, param: str | None
-) -> None:
+)  # fmt: skip
+def test_a_bad_body_is_refused_by_its_code(body: bytes, code: str, param: str | None) -> None:
     with pytest.raises(GatewayError) as raised:
         parse_body(body)
     assert (raised.value.status, raised.value.code, raised.value.param) == (400, code, param)
-
-
-@given(st.binary(max_size=60))
-def test_any_bytes_are_parsed_or_a_400(body: bytes) -> None:
-    with contextlib.suppress(GatewayError):
-        parse_body(body)
 
 
 def test_escaped_and_repeated_keys_are_read_as_the_server_reads_them() -> None:
@@ -106,18 +78,14 @@ WIDE = {"image_url": {"url": data_url(png(560, 280) + bytes(9000))}}
 @each_case(
     ("prompt", "text", "ids", "media", "least"),
     [
-        (raw([5, 6, 7]), 0, 3, 0, 3),
-        (raw("x" * 400), 402, 0, 0, 100),
-        (msgspec.Raw(), 0, 0, 0, 0),
+        (raw([5, 6, 7]), 0, 3, 0, 3), (raw("x" * 400), 402, 0, 0, 100), (msgspec.Raw(), 0, 0, 0, 0),
         # As the model sees it: three bytes for an escaped Chinese character, one for a quote.
-        (raw(100 * "\u4e2d"), 302, 0, 0, 25),
-        (raw(100 * '\n"'), 202, 0, 0, 100),
+        (raw(100 * "\u4e2d"), 302, 0, 0, 25), (raw(100 * '\n"'), 202, 0, 0, 100),
         # Images count as tokens, not by their base64; at least as the fewest that they cost.
         (raw([{"role": "user", "content": [WIDE]}]), 61, 0, 200, 215),
-        (raw([OPAQUE, OPAQUE]), 80, 0, None, 530),
-        (raw([SMALL]), 39, 0, 8, 17),
+        (raw([OPAQUE, OPAQUE]), 80, 0, None, 530), (raw([SMALL]), 39, 0, 8, 17),
     ],
-)
+)  # fmt: skip
 def test_a_prompt_is_measured_in_text_ids_and_media(
     prompt: msgspec.Raw, text: int, ids: int, media: int | None, least: int
 ) -> None:
@@ -131,21 +99,6 @@ def test_a_prompt_is_measured_in_text_ids_and_media(
     assert whole == size._replace(text_bytes=size.text_bytes + len(more))
 
 
-@each_case(
-    ("body", "deep"),
-    [
-        (b'{"a":1}', False),
-        (b'{"a":' + 9 * b"[" + 9 * b"]" + b"}", False),
-        (b'{"a":' + 10 * b"[" + 10 * b"]" + b"}", True),
-        (b'{"a":[' + b",".join(20 * [b"[]"]) + b"]}", False),
-        (b'{"a":"' + 50 * b"[" + b'"}', False),
-        (b'{"a":"\\"' + 50 * b"[" + b'\\\\","b":[]}', False),
-    ],
-)
-def test_only_nesting_counts_as_depth(body: bytes, deep: bool) -> None:
-    assert (nesting_depth(body, 10) > 10) is deep
-
-
 @given(
     st.recursive(
         st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8
@@ -153,6 +106,8 @@ def test_only_nesting_counts_as_depth(body: bytes, deep: bool) -> None:
     st.integers(0, 6),
 )
 def test_depth_is_that_of_the_parsed_value(value: Any, limit: int) -> None:
+    assert nesting_depth(b'{"a":"\\"' + 50 * b"[" + b'\\\\","b":[]}', limit) <= 2
+
     def deepest(item: Any) -> int:
         if isinstance(item, dict):
             item = list(item.values())
@@ -174,17 +129,6 @@ LIMITS = LimitSettings()
 HASH = KeyedHash()
 IMAGE = {"type": "image_url", "image_url": {"url": data_url(png(560, 280) + bytes(9000))}}
 LONG = 'Hello «world», \\ "quoted" 😀\n' * 700
-
-
-def counted(work: Generator[None, None, Any]) -> tuple[int, Any]:
-    """How many steps it took, and its result."""
-    steps = 0
-    while True:
-        try:
-            next(work)
-        except StopIteration as end:
-            return steps, end.value
-        steps += 1
 
 
 def large(body: dict[str, Any] | bytes) -> tuple[bytes, LargeBody]:
@@ -244,20 +188,6 @@ def test_a_large_body_is_read_as_a_small_one_is(path: str, body: dict[str, Any])
         assert key.size == pytest.approx(small_key.size, rel=0.3)
 
 
-def test_a_prompt_key_has_bounded_blocks_and_the_whole_size() -> None:
-    for content in ("x" * 6_000_000, [{"type": "text", "text": "x" * 1000}] * 6000):
-        data, found = large({"messages": [{"role": "user", "content": content}] * 2})
-        route = ROUTES["/v1/chat/completions"]
-        steps, key = counted(prompt_key_steps(found, route, "m", VolatileLines(), HASH))
-        whole = build_prompt_key(data, route, "m", VolatileLines(), HASH)
-        assert whole is not None
-        assert len(key.blocks) <= MOST_BLOCKS
-        common = min(len(key.blocks), 2_000_000 // BLOCK_BYTES)
-        assert key.blocks[:common] == whole.blocks[:common]
-        assert key.size == pytest.approx(len(data), rel=0.05)
-        assert steps < 100
-
-
 def test_a_large_body_is_edited_as_a_small_one_is() -> None:
     body = {"model": "old", "messages": [{"role": "user", "content": LONG * 4}], "priority": "high",
             "temperature": 1, "stop": ["x"]}  # fmt: skip
@@ -308,12 +238,6 @@ def test_a_very_large_body_is_told_apart_by_its_ends() -> None:
         assert identity(bytes(changed)) != identity(bytes(body)), at
 
 
-def test_small_fields_can_be_had_alone() -> None:
-    _, found = large({"return_tokens": True, "prompt": "x" * LARGE_BODY_BYTES})
-    assert json.loads(found.without_large_fields()) == {"return_tokens": True}
-    assert len(json.loads(found.bytes_to_parse())) == 2
-
-
 def test_only_small_fields_are_parsed_however_many_there_are() -> None:
     more = {f"x{number}": "y" * 15_000 for number in range(900)}
     _, found = large({"model": "m", "return_tokens": True, "priority": "x" * 9000, **more})
@@ -343,14 +267,10 @@ def test_a_model_name_of_any_length_is_cut() -> None:
     [
         *(body for part in LINKS for body in bodies_with(part)),
         *(body for part in NO_LINKS for body in bodies_with_elsewhere(part)),
-        {"messages": [{"content": [{"source": {"data": "a:b", "type": "text"}}]}]},
-        {"messages": [{"content": [{"input_audio": {"data": "a:b"}}]}]},
         {"tools": [{"type": "mcp", "server_url": REMOTE}]},
-        {"tools": [{"type": "mcp", "server_url": "internal/x"}]},
         {"mcp_servers": [{"type": "url", "url": REMOTE}]},
         {"prompt": {"prompt_string": "x", "multimodal_data": [REMOTE]}},
         {"messages": [{"content": [{"image_url": {"url": "HTTPS" + "x" * 99_000}}]}]},
-        {"messages": [{"content": [{"image_url": {"url": "no address"}}]}]},
         {"messages": [{"content": [IMAGE, IMAGE]}]},
         {"messages": [{"content": [{"source": {"content": [{"image_url": REMOTE}]}}]}]},
         {"messages": [{"content": [{"image_url": {"content": [{"image_url": REMOTE}]}}]}]},
@@ -375,14 +295,6 @@ def test_a_name_spelt_with_escapes_hides_no_link() -> None:
         b"x" * LARGE_BODY_BYTES, url.encode()
     )  # fmt: skip
     assert large(data)[1].find_links() == [("http://x", "image_url")]
-
-
-@each_case(
-    ("value", "is_image"), [(["QUFB"], True), ([], True), ({}, True), ("a", False), (None, False)]
-)
-def test_media_are_seen_alike_in_small_and_large_bodies(value: object, is_image: bool) -> None:
-    data, found = large({"prompt": {"prompt_string": "b", "multimodal_data": value}})
-    assert find_links(data)[1] is found.outline.has_images is is_image
 
 
 class Work:
@@ -425,18 +337,6 @@ async def test_all_work_together_takes_one_step_in_each_turn_of_the_loop() -> No
 def step(work: Callable[[], Any]) -> Generator[None, None, Any]:
     yield from ()
     return work()
-
-
-async def test_work_of_one_step_waits_its_turn_like_any_other() -> None:
-    turns: list[int] = []
-    slicer, long = TimeSlicer(), Work(3, turns)
-    order: list[str] = []
-
-    async def one(name: str) -> None:
-        await slicer.run(step(lambda: order.append(name)))
-
-    await asyncio.gather(slicer.run(long.run()), one("a"), one("b"))
-    assert order == ["a", "b"]
 
 
 async def test_an_error_ends_the_work_and_lets_the_next_run() -> None:

@@ -1,14 +1,14 @@
-"""Large bodies are scanned in short steps, and costly shapes meet a limit."""
+"""Large bodies are scanned in short steps, and costly shapes meet a limit.
+
+That an outline is right, and the same wherever the body is cut, is `tests.fuzz.body`'s."""
 
 from __future__ import annotations
 
 import json
-import random
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import pytest
 
 from gateway.config.listeners import LimitSettings
@@ -23,7 +23,6 @@ from gateway.request.json_outline import (
 from tests.each_case import each_case
 
 LIMITS = LimitSettings()
-FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def outlined(
@@ -45,88 +44,6 @@ def refused(
         outlined(body, limits, sizes)
     return raised.value.code, raised.value.message
 
-
-# Any JSON, cut at any place.
-
-PIECES = ["a", "\\n", "\\u0041", "\\ud83d\\ude00", "\\\\", '\\"', "é", "😀", *"{[,:}] ", "xxxxxxx"]
-NAMES = ["image_url", "url", "type", "role", "data", "source", "server_url", "tools"]
-BROKEN = [b"", b'"', b",", b"}", b"\\", b":", b"[", b"\x80", b"1", b"\x01", b"\0"]
-
-
-class Writer:
-    """Writes objects that hold everything JSON allows, with white space and escapes."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self.rng = rng
-
-    def space(self) -> str:
-        return self.rng.choice(["", "", "", " ", "\n\t "])
-
-    def text(self) -> str:
-        length = self.rng.choice((0, 1, 3, 10, 40, 200))
-        return '"' + "".join(self.rng.choice(PIECES) for _ in range(length)) + '"'
-
-    def value(self, level: int) -> str:
-        kind = self.rng.random()
-        if kind < 0.4 or level > 5:
-            return self.text()
-        if kind < 0.6:
-            return self.rng.choice(["1", "-2.5e3", "true", "null", "0"])
-        if kind < 0.8:
-            return "[" + self.items(lambda: self.value(level + 1)) + "]"
-        return self.object(level + 1)
-
-    def items(self, write: Callable[[], str]) -> str:
-        count = self.rng.randrange(5)
-        return self.space() + ",".join(self.space() + write() + self.space() for _ in range(count))
-
-    def field(self, level: int) -> str:
-        name = self.text() if self.rng.random() < 0.5 else f'"{self.rng.choice(NAMES)}"'
-        return name + self.space() + ":" + self.space() + self.value(level)
-
-    def object(self, level: int = 0) -> str:
-        return "{" + self.items(lambda: self.field(level)) + "}"
-
-
-@each_case("seed", range(3))
-@each_case(
-    "sizes",
-    [
-        ScanSizes(24, 32, 4, longest_name=1 << 20),
-        ScanSizes(40, 64, 10, longest_name=1 << 20),
-        ScanSizes(100, 64, 10, longest_name=1 << 20),
-    ],
-)
-def test_the_outline_does_not_depend_on_where_the_body_is_cut(sizes: ScanSizes, seed: int) -> None:
-    rng = random.Random(seed)
-    writer = Writer(rng)
-    for _ in range(300):
-        body = writer.object().encode()
-        if rng.random() < 0.4:
-            at = rng.randrange(len(body))
-            body = body[:at] + rng.choice(BROKEN) + body[at + rng.randrange(3) :]
-        try:
-            body.decode()
-            fields = FIELDS.decode(body)
-            msgspec.json.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            assert refused(body, sizes=sizes)[0] in {"invalid_json", "invalid_request"}
-            continue
-        try:
-            found = outlined(body, sizes=sizes)
-        except GatewayError as error:
-            assert "white space" in error.message or "name is over" in error.message  # noqa: PT017
-            continue
-        values = {one.name: body[one.start : one.end] for one in found.fields}
-        assert values == {name: bytes(value) for name, value in fields.items()}
-        for one in found.fields:
-            value = json.loads(body[one.start : one.end])
-            if isinstance(value, list):
-                items = [item for item in value if isinstance(item, str | list | dict)]
-                assert (one.item_count, one.has_scalars) == (len(items), len(items) < len(value))
-
-
-# The cost of a scan.
 
 SIZE = 1 << 19
 LOW = LimitSettings(json_containers=10_000, json_strings=50_000)
@@ -207,13 +124,6 @@ def _measured(body: bytes) -> list[tuple[int, int]]:
     return found
 
 
-@each_case("item", [b"{}", b'""', b'{"":""}', b'{"url":""}', b"[1]"])
-def test_a_step_scans_a_bounded_number_of_tokens(item: bytes) -> None:
-    body = b'{"x":[' + of(item, 100_000) + b"]}"
-    for steps in (_measured(body), _measured(body[:50_000])):
-        assert max(length for length, _ in steps) <= DEFAULT_SIZES.chunk
-
-
 def test_the_operators_limits_hold() -> None:
     body = b'{"prompt":[' + of(b'{"a":[1,2,3]}', 100_000) + b"]}"
     assert outlined(body).depth == 4
@@ -225,20 +135,6 @@ def test_the_operators_limits_hold() -> None:
         assert code == "invalid_request"
         assert f"'limits.{key}'" in message
         assert str(most) in message
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b'{"messages":[' + of(b'{"role":"user","content":"' + b"x" * 400 + b'"}', 2 << 20) + b"]}",
-        b'{"prompt":[' + b",".join(b"%d" % (n % 32_000) for n in range(1_000_000)) + b"]}",
-        b'{"input":[' + of(b'"' + b"x" * 2000 + b'"', 4 << 20) + b"]}",
-        b'{"logit_bias":[' + of(b"[12345,-100]", 600_000) + b"]}",
-    ],
-    ids=["chat", "ids", "embeddings", "bias"],
-)
-def test_large_bodies_of_real_clients_pass(body: bytes) -> None:
-    assert outlined(body).fields
 
 
 def spans(body: bytes, found: JsonOutline) -> Iterator[tuple[str, str]]:
@@ -277,16 +173,7 @@ def test_links_are_found_wherever_the_body_is_cut() -> None:
 
 @each_case("sizes", [ScanSizes(24, 32, 4), ScanSizes(40, 64, 10)])
 @each_case("wrong", [b"[,1]", b'{,"id":0}'])
-def test_a_comma_behind_an_opening_bracket_is_no_json_wherever_the_body_is_cut(
-    wrong: bytes, sizes: ScanSizes
-) -> None:
+def test_a_comma_behind_a_bracket_is_no_json_anywhere(wrong: bytes, sizes: ScanSizes) -> None:
     for before in range(40):
         body = b'{"a":[' + b"1," * before + b'1],"b":' + wrong + b',"c":70}'
         assert refused(body, sizes=sizes)[0] == "invalid_json"
-
-
-def test_much_white_space_ahead_of_a_body_is_refused_for_what_it_is() -> None:
-    for spaces in (DEFAULT_SIZES.chunk, 3 * DEFAULT_SIZES.chunk):
-        code, message = refused(b"\n" * spaces + b'{"a":1}')
-        assert (code, "white space" in message) == ("invalid_request", True)
-    assert outlined(b"\n" * (DEFAULT_SIZES.chunk - 1) + b'{"a":1}').fields[0].name == "a"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
 import time
@@ -38,14 +37,14 @@ NO_SCHEMAS: tuple[Any, ...] = (None, "", 3, [], {})
 LIMITS = LimitSettings(grammar_bytes=2000, grammar_depth=12)
 
 
-def checked(body: bytes | dict[str, Any]) -> str | None:
+def checked(body: bytes | dict[str, Any], limits: LimitSettings = LIMITS) -> str | None:
     """The field that is refused, or None."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     parsed = parse_body(data)
     if not request_limits.has_grammar(parsed):
         return "not checked"
     try:
-        request_limits.check_grammars(parsed, nesting_depth(data, LIMITS.json_depth), LIMITS)
+        request_limits.check_grammars(parsed, nesting_depth(data, limits.json_depth), limits)
     except GatewayError as error:
         return error.param if error.code == "invalid_request" else error.code
     return None
@@ -75,7 +74,7 @@ WHERE: list[tuple[str, Any, int]] = [
 """Where APIs have schemas, and the levels of nesting around them."""
 
 
-@pytest.mark.parametrize(("name", "around", "levels"), WHERE)
+@each_case(("name", "around", "levels"), WHERE)
 def test_schemas_have_a_limit_of_size_and_of_depth(name: str, around: Any, levels: int) -> None:
     assert checked({name: around({"description": "x" * 1500})}) is None
     assert checked({name: around({"description": "x" * 2000})}) == name
@@ -86,10 +85,7 @@ def test_schemas_have_a_limit_of_size_and_of_depth(name: str, around: Any, level
     assert checked(many | {name: around(nested(12 - levels))}) is None
     assert checked(many | {name: around(nested(13 - levels))}) == name
     assert checked({"x": nested(70), name: around({})}) is None
-
-
-def test_many_tools_may_be_larger_together() -> None:
-    assert checked({"tools": [tool({"description": "x" * 500})] * 40}) is None
+    assert checked({"tools": [tool({"description": "x" * 500})] * 40}) is None, "together"
 
 
 def test_grammars_have_a_size_and_a_depth_limit() -> None:
@@ -101,22 +97,15 @@ def test_grammars_have_a_size_and_a_depth_limit() -> None:
     assert checked(b'{"grammar": "", "grammar": "%b"}' % (b"\\u0028" * 20)) == "grammar"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "levels"),
     [
-        (b'root ::= ("a" | ("b" ("c")) ) (("d"))', 3),
-        (b"(()())(())((()))", 3),
-        (b'"((((" [((((] # ((((\n (("\\"((" [\\]((])) # ((', 2),
-        (b'(( "((((', 2),
-        (b"(( [((((", 2),
-        (b"))((", 2),
-        (b")))" * 9 + b"((((", 4),
-        (b"(" * 200, 10),
-        (b"(()" * 200, 10),
-        (b'"\\', 0),
-        (b"# ((\r((((", 4),
+        (b'root ::= ("a" | ("b" ("c")) ) (("d"))', 3), (b"(()())(())((()))", 3),
+        (b'"((((" [((((] # ((((\n (("\\"((" [\\]((])) # ((', 2), (b'(( "((((', 2),
+        (b"(( [((((", 2), (b"))((", 2), (b")))" * 9 + b"((((", 4), (b"(" * 200, 10),
+        (b"(()" * 200, 10), (b'"\\', 0), (b"# ((\r((((", 4),
     ],
-)
+)  # fmt: skip
 def test_only_grouping_parentheses_count(text: bytes, levels: int) -> None:
     # There must be enough of them to be counted at all.
     padded = b"# " + b"(" * 10 + b"\n" + text
@@ -124,7 +113,7 @@ def test_only_grouping_parentheses_count(text: bytes, levels: int) -> None:
     assert request_limits.parenthesis_depth(text, 900) == 0
 
 
-@pytest.mark.parametrize("unit", [b"(", b'"\\"', b"()", b'("")', b"[\\]", b"#("])
+@each_case("unit", [b"(", b'"\\"', b"()", b'("")', b"[\\]", b"#("])
 def test_no_grammar_takes_long_to_measure(unit: bytes) -> None:
     text = unit * (LimitSettings().grammar_bytes // len(unit))
     began = time.process_time()
@@ -147,14 +136,13 @@ def properties(count: int, **more: Any) -> dict[str, Any]:
 NAMED = [f"p{n}" for n in range(50)]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("body", "field"),
     [
         ({"json_schema": properties(41)}, "json_schema"),
         ({"json_schema": properties(40)}, None),
         ({"json_schema": properties(50, required=NAMED)}, None),
         ({"json_schema": properties(50, required=NAMED[:5])}, "json_schema"),
-        ({"json_schema": {"items": {"anyOf": [properties(41)]}}}, "json_schema"),
         ({"json_schema": {"allOf": [properties(20), properties(15), properties(15)]}},
          "json_schema"),
         ({"json_schema": {"$defs": {"a": properties(20)}, "allOf": [{"$ref": "#/$defs/a"}] * 3}},
@@ -162,22 +150,13 @@ NAMED = [f"p{n}" for n in range(50)]
         ({"json_schema": {"anyOf": [properties(30), properties(35)]}}, "json_schema"),
         ({"json_schema": {"anyOf": [properties(30), properties(30)]}}, None),
         ({"response_format": {"json_schema": {"schema": properties(60)}}}, "response_format"),
-        ({"tools": [tool(properties(41))]}, "tools"),
         ({"tools": [{"name": "f", "input_schema": properties(50)}]}, "tools"),
         ({"tools": [tool(properties(30))] * 3}, "tools"),
         ({"tools": [tool(properties(8))] * 50}, None),
     ],
 )  # fmt: skip
 def test_optional_properties_are_counted(body: dict[str, Any], field: str | None) -> None:
-    parsed = parse_body(json.dumps(body).encode())
-    limits = LimitSettings(grammar_properties=40)
-    if field is None:
-        request_limits.check_grammars(parsed, 0, limits)
-        return
-    with pytest.raises(GatewayError) as raised:
-        request_limits.check_grammars(parsed, 0, limits)
-    assert raised.value.param == field
-    assert "'limits.grammar_properties'" in raised.value.message
+    assert checked(body, LimitSettings(grammar_properties=40)) == field
 
 
 def test_fewer_optional_items_mean_fewer_optional_properties() -> None:
@@ -195,12 +174,10 @@ PATTERN = {"type": "string", "pattern": "^" + "a?" * 33 + '[\\"]$'}
     ("body", "field"),
     [
         ({"grammar": ROW}, "grammar"),
-        ({"grammar": ROW.replace("? ", "? ", 1).replace('"a"? ', "", 1)}, None),
+        ({"grammar": ROW.replace('"a"? ', "", 1)}, None),
         ({"grammar": "root ::= [a-z]{0,2000} [.]?"}, None),
         ({"grammar": f'{ROW}\0\nroot ::= "a"'}, "grammar"),
         ({"tools": [tool({}), tool({"properties": {"p": PATTERN}})]}, "tools"),
-        ({"tools": [{"name": "f", "input_schema": PATTERN}]}, "tools"),
-        ({"response_format": {"json_schema": {"schema": PATTERN}}}, "response_format"),
         ({"text": {"format": {"schema": PATTERN}}}, "text"),
         ({"text": json.dumps(PATTERN)}, None),
         ({"tools": [tool({"properties": {"pattern": {"description": PATTERN["pattern"]}}})]}, None),
@@ -211,13 +188,7 @@ PATTERN = {"type": "string", "pattern": "^" + "a?" * 33 + '[\\"]$'}
 )
 def test_optional_items_in_a_row_are_counted(body: dict[str, Any], field: str | None) -> None:
     for spelt in (json.dumps(body), json.dumps(body).replace('"pattern"', '"\\u0070attern"')):
-        try:
-            request_limits.check_grammars(parse_body(spelt.encode()), 0, LimitSettings())
-        except GatewayError as error:
-            found = error.param
-        else:
-            found = None
-        assert found == field
+        assert checked(spelt.encode(), LimitSettings()) in {field, field or "not checked"}
 
 
 DEEP = "root ::= " + "(" * 100 + '"a"' + ")" * 100
@@ -239,11 +210,8 @@ COSTLY: list[dict[str, Any]] = [
     ("path", "streams"),
     [
         *((path, (True, False)) for path in ("/v1/chat/completions", "/v1/messages", "/infill")),
-        ("/apply-template", (False,)),
-        ("/tokenize", (False,)),
-        ("/v1/messages/count_tokens", (False,)),
-        ("/v1/chat/completions/input_tokens", (False,)),
-        ("/v1/embeddings", (False,)),
+        *((path, (False,)) for path in ("/apply-template", "/v1/messages/count_tokens")),
+        *((path, (False,)) for path in ("/tokenize", "/v1/embeddings")),
     ],
 )
 @in_virtual_time
@@ -290,43 +258,19 @@ def test_options_that_a_node_echoes_are_bounded(path: str, field: str) -> None:
     assert refused(body, path) == (400, "invalid_request", field)
 
 
-def test_a_refusal_names_the_setting() -> None:
-    body = {"model": "demo", "prompt": "a", "stop": "q" * 5000}
-    assert refused(body, "/completion")[0] == 400
-    prepared(body, "/completion", stop_bytes=8192)
-
-
 def test_samplers_are_few() -> None:
     body = {"model": "demo", "prompt": "a"}
     for value in ("d" * 33, ["dry"] * 33):
         assert refused(body | {"samplers": value}, "/completion")[2] == "samplers"
+    usual = {"stop": ["\n\n"], "logit_bias": {"1": -100}, "dry_sequence_breakers": ["\n", ":"]}
     for most in ("d" * 32, ["dry"] * 32, None, 1):
-        prepared(body | {"samplers": most}, "/completion")
+        prepared(body | usual | {"samplers": most, "grammar_triggers": []}, "/completion")
 
 
 @each_case("value", [[{"type": 2, "value": "((.*)*)*b"}], {"type": 2}, "x", 1])
 def test_a_grammar_trigger_is_refused(value: Any) -> None:
     body = {"model": "demo", "prompt": "a", "grammar_lazy": True, "grammar_triggers": value}
     assert refused(body, "/completion") == (400, "invalid_request", "grammar_triggers")
-
-
-def test_usual_options_pass() -> None:
-    body = {
-        "model": "demo",
-        "prompt": "a",
-        "stop": ["\n\n", "User:", "</s>"],
-        "logit_bias": {str(token): -100 for token in range(300)},
-        "samplers": ["top_k", "typ_p", "top_p", "min_p", "temperature"],
-        "dry_sequence_breakers": ["\n", ":", '"', "*"],
-        "grammar_triggers": [],
-    }
-    prepared(body, "/completion")
-
-
-@pytest.mark.parametrize("value", ["100000", [5], {"n": 5}])
-def test_logprobs_are_a_number_or_a_switch(value: object) -> None:
-    body = {"model": "demo", "prompt": "a", "logprobs": value}
-    assert refused(body, "/v1/completions") == (400, "invalid_request", "logprobs")
 
 
 def test_a_larger_request_may_cause_larger_events() -> None:
@@ -340,13 +284,15 @@ def test_a_larger_request_may_cause_larger_events() -> None:
     ("field", "value", "logprobs"),
     [
         ("logprobs", True, True), ("logprobs", 5, True), ("n_probs", 1, True),
-        ("top_logprobs", 2, True), ("logprobs", False, False), ("logprobs", None, False),
-        ("n_probs", 0, False), ("stop", "a", False),
+        ("top_logprobs", 2, True), ("logprobs", False, False), ("n_probs", 0, False),
     ],
 )  # fmt: skip
 def test_a_request_for_logprobs_is_recognised(field: str, value: object, logprobs: bool) -> None:
     body = {"model": "demo", "prompt": "a", field: value}
     assert prepared(body, "/completion").logprobs is logprobs
+    for odd in ("100000", [5], {"n": 5}):
+        body["logprobs"] = odd
+        assert refused(body, "/v1/completions") == (400, "invalid_request", "logprobs")
 
 
 def test_an_event_may_be_larger_after_many() -> None:
@@ -401,45 +347,26 @@ ws     ::= | " " | "\n" [ \t]{0,20}
 @each_case(
     ("grammar", "count"),
     [
-        ("", 0),
-        ('root ::= "a" [b-z] . root2', 0),
-        ("root ::= " + '"a"? ' * 7 + '"b"', 7),
-        ("root ::= " + '"a"?' * 7, 7),
-        ("root ::= " + '("a" | )' * 7, 7),
-        ('x ::= "a" | ""\nroot ::= ' + "x " * 7, 7),
+        ("", 0), ('root ::= "a" [b-z] . root2', 0), ("root ::= " + '"a"? ' * 7 + '"b"', 7),
+        ("root ::= " + '("a" | )' * 7, 7), ('x ::= "a" | ""\nroot ::= ' + "x " * 7, 7),
         ("root ::= " + "[a-z]* " * 7, 14),
         ("root ::= " + "[a-z]+ " * 7, 2),  # the rest of each ends before the next one
-        ('root ::= ("a"?){7}', 7),
-        ('root ::= ("a"?){0,7}', 7),
-        ('root ::= ("a"?){7,}', 17),
-        ('root ::= ("a"? "b"?){7}', 14),
-        ('root ::= (("a"?){7}){9}', 63),
-        ("root ::= [a-z]{0,2000}", 10),
-        ("root ::= ([a-z]{0,10}){7}", 14),
-        ('root ::= "a"? "b"? "c" "d"? "e"?', 2),
-        ('root ::= ("c" "a"? "b"?) ("d"? "e"?)', 4),
-        ('root ::= "a"? ("b" | "c"? "d"?) "e"?', 4),
+        ('root ::= ("a"?){7}', 7), ('root ::= ("a"?){0,7}', 7), ('root ::= ("a"?){7,}', 17),
+        ('root ::= (("a"?){7}){9}', 63), ("root ::= [a-z]{0,2000}", 10),
+        ("root ::= ([a-z]{0,10}){7}", 14), ('root ::= "a"? "b"? "c" "d"? "e"?', 2),
+        ('root ::= ("c" "a"? "b"?) ("d"? "e"?)', 4), ('root ::= "a"? ("b" | "c"? "d"?) "e"?', 4),
         ('root ::= ("a" "b"? "c"?)? ("a" "b"? "c"?)?', 3),
         ("root ::= ([a-z] | [A-Z] | [0-9])? [a-z]?", 4),
         ('root ::= ("one" | "two" | "three" | "four" | "five")?', 2),
-        ('root ::= "?*{9}" [?*{}] # ????\n', 0),
-        ('root ::= "a"? # ( "b"?\n "c"?', 2),
+        ('root ::= "?*{9}" [?*{}] # ????\n', 0), ('root ::= "a"? # ( "b"?\n "c"?', 2),
         ('root ::=\n  "a"?\n  | "b"? (\n "c"? )', 2),
-        ('ws ::= [ \\t] ws | ""\nroot ::= ws "a"', 2),
-        (f'{DOUBLED}\nr0 ::= "a"?\nroot ::= r3 "b"', 10**9),
-        ("a ::= b?\nb ::= a?", 2),
-        (JSON, 9),
-        ('root ::= ((("a"? "b"?', 2),
-        ('root ::= "a"? # "b"?\r "c"?', 2),
-        ("root ::= " + "[a-z]{0#,9}\n,#\r1} " * 7, 7),
-        ('root ::= "x? y? z? \\', 0),
-        ("root ::= [x? y? z? \\", 0),
+        (f'{DOUBLED}\nr0 ::= "a"?\nroot ::= r3 "b"', 10**9), ("a ::= b?\nb ::= a?", 2), (JSON, 9),
+        ('root ::= "a"? # "b"?\r "c"?', 2), ("root ::= " + "[a-z]{0#,9}\n,#\r1} " * 7, 7),
+        ('root ::= "x? y? z? \\', 0), ("root ::= [x? y? z? \\", 0),
         ("root ::= " + " ".join(f'("field{n}=" [a-z]+ ",")?' for n in range(40)) + '"end"', 10),
-        ("root ::= " + '("the" [a-z])? ' * 40, 40),
-        ("root ::= " + r'("\x61\x62" [a-z])? ' * 40, 40),
-        ('"a"? "b"?', 0),
+        ("root ::= " + r'("\x61\x62" [a-z])? ' * 40, 40), ('"a"? "b"?', 0),
     ],
-)
+)  # fmt: skip
 def test_the_longest_row_is_counted(grammar: str, count: int) -> None:
     assert longest_row(grammar) == count
 
@@ -451,22 +378,13 @@ def test_what_is_above_the_limit_is_not_counted_to_its_end() -> None:
 @each_case(
     ("pattern", "count"),
     [
-        ("", 0),
-        ("^abc$", 0),
-        ("^" + "a?" * 7 + "b$", 7),
-        ("(?:a?){7}b", 7),
-        (r"^\d{4}-\d{2}-\d{2}(T\d{2}:\d{2})?$", 1),
-        (r"^[^@\s]+@[^@\s]+\.[a-z]{2,}$", 2),
-        (r"^[a-zA-Z0-9_-]{1,128}$", 5),
-        (r"a*?b*?", 4),
-        (r"\?\*[?*]{3}[]?]", 0),
-        ("(a?b?", 2),
-        (r"a?[x?y?z?" + "\\", 1),
+        ("^abc$", 0), ("^" + "a?" * 7 + "b$", 7), ("(?:a?){7}b", 7), (r"a*?b*?", 4),
+        (r"^\d{4}-\d{2}-\d{2}(T\d{2}:\d{2})?$", 1), (r"^[a-zA-Z0-9_-]{1,128}$", 5),
+        (r"\?\*[?*]{3}[]?]", 0), ("(a?b?", 2), (r"a?[x?y?z?" + "\\", 1),
         (r"^[a-zA-Z0-9._%+-]+@([a-zA-Z0-9-]+\.)+[a-zA-Z]{2,}$", 2),
-        (r"^((25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)\.){3}(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)$", 3),
         (r"^P(\d+Y)?(\d+M)?(\d+D)?(T(\d+H)?(\d+M)?(\d+(\.\d+)?S)?)?$", 5),
     ],
-)
+)  # fmt: skip
 def test_the_longest_row_of_a_pattern_is_counted(pattern: str, count: int) -> None:
     assert longest_row_of_pattern(pattern) == count
 
@@ -475,12 +393,9 @@ def test_the_longest_row_of_a_pattern_is_counted(pattern: str, count: int) -> No
     "rules",
     [
         "a ::= [a-z ] a? a? a?",
-        "a ::= [a-z ] a{0,3}",
         "a ::= [a-z ] (a a?)*",
         "a ::= [a-z ] a+ | [a-z ]",
-        "a ::= [a-z ] a a a | [a-z ] a a | [a-z ] a | [a-z ]",
         "a ::= [a-z ] b b b b b b b b\nb ::= a |",
-        "a ::= [a-z ] b b b\nb ::= [a-z ] a?",
         "a ::= [a-z ] b b\nb ::= a a |",
         'a ::= [a-z ] a? a? "!" a? a?',
         "a ::= [a-z ] a? a? ws\nws ::= [ ]*",
@@ -491,26 +406,6 @@ def test_references_of_a_rule_to_itself_in_a_row_are_above_all_limits(rules: str
         assert longest_row(grammar) == 10**9
 
 
-C = r"""
-root ::= (declaration)*
-declaration ::= type identifier "(" parameter? ")" "{" statement* "}"
-type ::= "int" ws | "float" ws | "char" ws
-identifier ::= [a-zA-Z_] [a-zA-Z_0-9]*
-parameter ::= type identifier
-statement ::= ( type identifier ws "=" ws expression ";" ) |
-    ( identifier ws "=" ws expression ";" ) |
-    ( identifier ws "(" arguments? ")" ";" ) | ( "return" ws expression ";" ) |
-    ( "while" "(" condition ")" "{" statement* "}" ) |
-    ( "if" "(" condition ")" "{" statement* "}" ("else" "{" statement* "}")? )
-condition ::= expression ("==" | "!=" | "<=" | "<") expression
-expression ::= term (("+" | "-") term)*
-term ::= factor (("*" | "/") factor)*
-factor ::= identifier | number | "-" factor | identifier "(" arguments? ")" |
-    "(" ws expression ws ")"
-arguments ::= expression ("," ws expression)*
-number ::= [0-9]+
-ws ::= ([ \t\n]+)
-"""
 CHESS = r"""
 root ::= "1. " move " " move "\n" ([1-9] [0-9]? ". " move " " move "\n")+
 move ::= (pawn | nonpawn | castle) [+#]?
@@ -518,19 +413,12 @@ nonpawn ::= [NBKQR] [a-h]? [1-8]? "x"? [a-h] [1-8]
 pawn ::= ([a-h] "x")? [a-h] [1-8] ("=" [NBKQR])?
 castle ::= "O-O" "-O"?
 """
-ENGLISH = r"""
-root ::= en-char+ ([ \t\n] en-char+)*
-en-char ::= letter | digit | punctuation
-letter ::= [a-zA-Z]
-digit ::= [0-9]
-punctuation ::= [!"'(),-./:;?]
-"""
 
 
 @each_case(
     "grammar",
     [
-        C, CHESS, ENGLISH,
+        CHESS,
         "root ::= [a-z ] root? root?",
         'root ::= "(" root{0,9} ")" | [a-z]',
         'root ::= "(" ws item+ ")" ws\nitem ::= root | [a-z]+ ws\nws ::= [ ]*',
@@ -571,26 +459,3 @@ def test_the_work_is_bounded(grammar: str) -> None:
     began = time.process_time()
     longest_row(grammar, 32)
     assert time.process_time() - began < 1  # 0.04 s on a quiet machine; 4 s if it were not linear
-
-
-@pytest.mark.slow
-def test_the_work_grows_with_the_length_of_each_pair_of_fragments() -> None:
-    for pair in itertools.product(['"', "[", "\\", "(", "{", "#", "!<", "x ", "?", "\r"], repeat=2):
-        quarter = "".join(pair) * ((32 << 10) // len("".join(pair)))
-        # 4 times the text takes 4 times as long, 16 times if each character looked at all others.
-        assert any(_seconds_of(4 * quarter) < 9 * _seconds_of(quarter) + 0.05 for _ in range(3)), (
-            pair
-        )
-
-
-def _seconds_of(grammar: str) -> float:
-    """Time of this thread alone, without a collection of the objects that other tests left."""
-    gc.disable()
-    began = time.thread_time()
-    try:
-        longest_row(f"root ::= {grammar}", 32)
-        longest_row(f"root ::= {grammar}\\", 32)
-        longest_row_of_pattern(grammar[: len(grammar) // 8] + "\\", 32)
-        return time.thread_time() - began
-    finally:
-        gc.enable()

@@ -55,15 +55,10 @@ def test_a_plain_response_that_repeats_the_last_message_is_not_assembled(path: s
     assert not assembles(path, messages=["assistant"])
 
 
-def test_relayed_responses_are_not_assembled() -> None:
-    assert not assembles("/v1/embeddings", input="hello")
-
-
 @each_case(
     ("path", "name"),
     [
         ("/api/chat", "ollama"),
-        ("/api/v1/chat", "relayed"),
         ("/v1/messages/count_tokens", "messages"),
         ("/v1/nothing", "relayed"),
     ],

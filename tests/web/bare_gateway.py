@@ -16,12 +16,7 @@ import httpx
 from starlette.types import ASGIApp
 
 from gateway.admin.app import AdminEndpoints, admin_app, caller_page
-from gateway.admin.configuration import (
-    CertificateRenewal,
-    ClusterMember,
-    ConfigFiles,
-    ReloadResult,
-)
+from gateway.admin.configuration import CertificateRenewal, ClusterMember, ConfigFiles, ReloadResult
 from gateway.admin.live import live_feed
 from gateway.admin.nodes import DrainDeadlines
 from gateway.admin.status import MetricsSource

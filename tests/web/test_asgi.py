@@ -3,19 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 
 from gateway.web.asgi import STEP_SECONDS, json_of_rows
-
-
-async def test_rows_and_what_stands_beside_them_are_one_object() -> None:
-    for rows in (0, 1, 2):
-        for rest in (None, {"hosts": {"h": 1}}):
-            response = await json_of_rows("rows", range(rows), lambda row: {"number": row}, rest)
-            found = json.loads(bytes(response.body))
-            assert [one["number"] for one in found.pop("rows")] == list(range(rows))
-            assert found == (rest or {})
 
 
 async def test_other_work_runs_between_the_rows_of_a_large_response() -> None:

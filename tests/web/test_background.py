@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from gateway.errors import GatewayError
-from gateway.stored import response_log
-from gateway.stored.claims import AskedRow, RequestKind
 from gateway.stored.folder import ID_FILE
-from gateway.web.background import background_object
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 from tests.web.two_keys import ALICE, BOB, KEYS, client, kept
@@ -82,28 +77,6 @@ async def test_a_stream_is_followed_again_from_any_event(tmp_path: Path) -> None
             assert [event async for event in again] == live[after + 1 :]
         whole = await alice.responses.retrieve(id_, stream=True)
         assert [event async for event in whole] == live
-
-
-async def test_the_heartbeats_of_codexs_stored_stream_repeat_the_number_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(response_log, "SILENCE_SECONDS", 0.05)
-    async with EmulatedNode() as node, gateway(tmp_path, node) as running, client(running) as alice:
-        node.faults.next("hang", after_events=4)
-        stream = await alice.responses.create(
-            **ASK, background=True, stream=True, extra_headers={"originator": "codex_exec"}
-        )
-        live = []
-        async for event in stream:
-            live.append(event)
-            if [one.type for one in live[-2:]] == ["keepalive", "keepalive"]:
-                node.faults.release()
-        assert [event.type for event in live].count("keepalive") >= 2
-        real = [event.sequence_number for event in live if event.type != "keepalive"]
-        assert real == list(range(len(real)))
-        for before, event in pairwise(live):
-            repeats = event.sequence_number == before.sequence_number
-            assert repeats == (event.type == "keepalive")
 
 
 async def test_a_conversation_goes_on_from_a_stored_response(tmp_path: Path) -> None:
@@ -220,17 +193,6 @@ async def test_bad_requests_are_refused_and_keep_nothing(tmp_path: Path) -> None
         assert kept(tmp_path) == []
 
 
-async def test_without_a_store_nothing_is_kept(tmp_path: Path) -> None:
-    async with gateway(tmp_path, store={"url": "off"}) as running, client(running) as alice:
-        with pytest.raises(openai.InternalServerError) as refused:
-            await alice.responses.create(**ASK, background=True)
-        assert refused.value.status_code == 501
-        assert (await alice.responses.create(**ASK, store=True)).output_text
-
-
-DEAD = "http://127.0.0.1:9"
-
-
 async def test_requests_that_take_no_slot_are_served_at_once(tmp_path: Path) -> None:
     async with running_gateway(tmp_path, [EmulatedNode()]) as running:
         body = {"messages": [{"role": "user", "content": "x"}], "content": "x"}
@@ -249,21 +211,6 @@ async def test_a_body_of_too_many_parts_is_refused_before_it_is_decoded(tmp_path
             answer = await running.client.post("/v1/responses", content=body)
             assert answer.status_code == 400
             assert "limits.json_containers" in answer.json()["error"]["message"]
-
-
-async def test_what_was_taken_is_told_though_the_store_has_gone(tmp_path: Path) -> None:
-    async with running_gateway(tmp_path, [DEAD], wait_ready=False) as running:
-        gateway = running.gateway
-        requests = gateway.background.requests
-        assert requests is not None
-        asked = AskedRow(RequestKind.DEFERRED, "k", "/v1/completions", "normal")
-        row = await requests.add(asked, b"{}", seconds=60.0, keep_seconds=60.0)
-    with pytest.raises(GatewayError):
-        await requests.ahead_of(row)
-    described = await background_object(row, requests, gateway.scheduler)
-    assert described["id"] == row.id
-    assert described["status"] == "queued"
-    assert described["position"] is None
 
 
 CHAT = {"messages": [{"role": "user", "content": "tell me a story"}], "max_tokens": 12}

@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -35,37 +34,27 @@ def outcome_of(found: Answer) -> tuple[int, str | None]:
     return found.status, found.code
 
 
-# Bodies.
+MANY = b"x" * 100_000
 
 
 @each_case(
     ("body", "code"),
     [
-        (b'{"messages": []} x', "invalid_json"),
-        (b'\xff\xfe{\0"\0m\0"\0:\x001\0}\0', "invalid_json"),
-        (b'\xef\xbb\xbf\xef\xbb\xbf{"messages": []}', "invalid_json"),
-        (b'{"Model": "m"}', "invalid_request"),
-        (b'{"model": "m", "MODEL": "m"}', "invalid_request"),
-        (b'{"mode\\u004c": "m", "model": "m"}', "invalid_request"),
-        (b'{"\\u006dodeL": "m"}', "invalid_request"),
-        (b'{"model": "m", "MoDeL": null, "pad": "' + b"x" * 100_000 + b'"}', "invalid_request"),
-        (b'{"mod\\u0065L": 1, "pad": "' + b"x" * 100_000 + b'"}', "invalid_request"),
-        (b'{"tools": [{"type": "mcp", "server_url": "http://10.0.0.1/"}]}', "invalid_request"),
-        (b'{"tools": ["' + b"x" * 100_000 + b'", {"server_url": "h"}]}', "invalid_request"),
-        (b'{"messages": [' + b"[" * 70_000, "invalid_request"),
-        (b'{"model": "\xff\xfe"}', "invalid_json"),
-        (b"\0" * 100, "invalid_json"),
-        (b"[" * 90_000, None),
-        (b'{"a":' * 30_000 + b"1" + b"}" * 30_000, None),
-        (b'{"messages":' + b"[" * 500 + b"]" * 500 + b"}", "invalid_request"),
-        (b'{"n": 1e999}', "invalid_request"),
-        (b'{"n": 33}', "invalid_request"),
-        (b'{"n": ' + b"9" * 400 + b"}", None),
+        *((body, "invalid_json") for body in (
+            b'{"messages": []} x', b'\xff\xfe{\0"\0m\0"\0:\x001\0}\0', b'{"model": "\xff\xfe"}',
+            b'\xef\xbb\xbf\xef\xbb\xbf{"messages": []}', b"\0" * 100)),
+        *((body, "invalid_request") for body in (
+            b'{"model": "m", "MODEL": "m"}', b'{"mode\\u004c": "m", "model": "m"}',
+            b'{"\\u006dodeL": "m"}', b'{"model": "m", "MoDeL": null, "pad": "%b"}' % MANY,
+            b'{"mod\\u0065L": 1, "pad": "%b"}' % MANY,
+            b'{"tools": [{"type": "mcp", "server_url": "http://10.0.0.1/"}]}',
+            b'{"tools": ["%b", {"server_url": "h"}]}' % MANY, b'{"messages": [' + b"[" * 70_000,
+            b'{"messages":' + b"[" * 500 + b"]" * 500 + b"}", b'{"n": 1e999}', b'{"n": 33}')),
+        *((body, None) for body in (
+            b"[" * 90_000, b'{"a":' * 30_000 + b"1" + b"}" * 30_000, b'{"n": %b}' % (b"9" * 400))),
     ],
-)
-async def test_a_body_that_no_node_could_serve_is_400(
-    gate: Public, body: bytes, code: str | None
-) -> None:
+)  # fmt: skip
+async def test_a_body_of_no_use_is_400(gate: Public, body: bytes, code: str | None) -> None:
     gate.forget()
     found = await gate.ask(request(body))
     assert found.status == 400, found
@@ -76,42 +65,17 @@ async def test_a_body_that_no_node_could_serve_is_400(
 
 
 @each_case(
-    "body",
-    [
-        b'{"messages": [{"role": "user", "content": "\\ud800"}], "max_tokens": 2}',
-        b'{"messages": [], "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}',
-        b'{"model": "other", "model": "demo", "messages": [], "max_tokens": 2}',
-        b'{"messages": [], "max_tokens": ' + b"9" * 400 + b"}",
-        b'{"messages": [], "max_tokens": 1e999}',
-        b'{"messages": [], "max_tokens": -7, "seed": ' + b"9" * 400 + b"}",
-        b'{"messages": [], "n": null, "stream": null, "model": null, "priority": null}',
-        b' \r\n\t{"messages": [], "max_tokens": 2}\n\n',
-    ],
-)
-async def test_an_unusual_body_is_served_or_refused(gate: Public, body: bytes) -> None:
-    found = await gate.ask(request(body))
-    assert found.status in {200, 400}
-    assert isinstance(json.loads(found.body), dict)
-
-
-@each_case(
     ("fields", "body", "expected"),
     [
         (["X-Priority: huge"], {}, (400, "invalid_request")),
         (["X-Request-Timeout: -1"], {}, (400, "invalid_request")),
         (["X-Request-Timeout: inf"], {}, (400, "invalid_request")),
-        (["X-Request-Timeout: \xff"], {}, (400, "invalid_request")),
-        (["Content-Encoding: gzip"], {}, (415, "unsupported_media_type")),
         (["Content-Encoding: identity, br"], {}, (415, "unsupported_media_type")),
-        (
-            ["Content-Encoding: identity", "content-encoding:  zstd"],
-            {},
-            (415, "unsupported_media_type"),
-        ),
-        ([], {"model": "nobody"}, (404, "model_not_found")),
+        (["Content-Encoding: identity", "content-encoding:  zstd"], {},
+         (415, "unsupported_media_type")),
         ([], {"model": "x" * 100_000}, (404, "model_not_found")),
     ],
-)
+)  # fmt: skip
 async def test_unknown_models_and_features_are_refused_with_their_status(
     gate: Public, fields: list[str], body: dict[str, object], expected: tuple[int, str]
 ) -> None:
@@ -121,32 +85,25 @@ async def test_unknown_models_and_features_are_refused_with_their_status(
     assert len(found.body) < 2000
 
 
+NOWHERE = (
+    "/nowhere", "/" + "x" * 5000, f"{CHAT}/", f"/{CHAT}", f"/v1/..{CHAT}", "/%ff%fe", "/%00",
+    "/v1/chat%2fcompletions", f"{CHAT}%2F",
+)  # fmt: skip
+
+
 @each_case(
     ("method", "path", "expected"),
     [
-        ("POST", "/nowhere", (404, "not_found")),
-        ("GET", "/slots", (404, "not_found")),
-        ("GET", "/metrics", (404, "not_found")),
-        ("GET", "/", (404, "not_found")),
-        ("GET", "/health/", (404, "not_found")),
+        *(("POST", path, (404, "not_found")) for path in NOWHERE),
+        *(("GET", path, (404, "not_found")) for path in ("/slots", "/metrics", "/", "/health/")),
         ("GET", "/v1/models/../../slots", (404, "model_not_found")),
-        ("POST", "/" + "x" * 5000, (404, "not_found")),
-        ("POST", "/v1/chat/completions/", (404, "not_found")),
-        ("POST", "//v1/chat/completions", (404, "not_found")),
-        ("POST", "/v1/../v1/chat/completions", (404, "not_found")),
-        ("POST", "/%ff%fe", (404, "not_found")),
-        ("POST", "/%00", (404, "not_found")),
-        ("POST", "/v1/chat%2fcompletions", (404, "not_found")),
-        ("POST", f"{CHAT}%2F", (404, "not_found")),
-        ("GET", CHAT, (405, "method_not_allowed")),
-        ("PUT", CHAT, (405, "method_not_allowed")),
+        ("OPTIONS", "*", (404, "not_found")), ("BREW", CHAT, (400, "invalid_request")),
+        *((method, CHAT, (405, "method_not_allowed")) for method in ("GET", "PUT")),
         ("DELETE", "/v1/models", (405, "method_not_allowed")),
-        ("BREW", CHAT, (400, "invalid_request")),
         ("CONNECT", "gateway:80", (405, "method_not_allowed")),
-        ("OPTIONS", "*", (404, "not_found")),
     ],
-)
-async def test_wrong_paths_and_methods_are_404_and_405(
+)  # fmt: skip
+async def test_wrong_paths_are_404_or_405(
     gate: Public, method: str, path: str, expected: tuple[int, str]
 ) -> None:
     found = await gate.ask(request(method=method, path=path))
@@ -157,13 +114,8 @@ async def test_wrong_paths_and_methods_are_404_and_405(
         assert found.headers["allow"] in {"POST", "GET, HEAD"}
 
 
-# Sizes.
-
-
 @pytest.mark.parametrize("fields", [[], ["Expect: 100-continue"]])
-async def test_a_body_declared_too_large_is_413_before_it_is_sent(
-    gate: Public, fields: list[str]
-) -> None:
+async def test_a_body_declared_too_large_is_413_at_once(gate: Public, fields: list[str]) -> None:
     async with raw_connection(gate.url) as wire:
         await wire.send(request(b"", *fields, length=3_000_000))
         found = await answer(wire)
@@ -173,14 +125,8 @@ async def test_a_body_declared_too_large_is_413_before_it_is_sent(
             await wire.send(b"x" * 1000)
             await asyncio.sleep(0)
         assert gate.running.gateway.handler.body_memory.total_bytes == 0
-
-
-@pytest.mark.parametrize("fields", [[], ["Connection: close"]])
-async def test_a_client_that_sends_everything_before_it_reads_sees_the_413(
-    gate: Public, fields: list[str]
-) -> None:
-    async with raw_connection(gate.url) as wire:
-        await wire.send(request(b"x" * 3_000_000, *fields))
+    async with raw_connection(gate.url) as wire:  # a client that sends all before it reads
+        await wire.send(request(b"x" * 3_000_000))
         assert outcome_of(await answer(wire)) == (413, "request_too_large")
         assert await wire.rest() == b""
 
@@ -201,18 +147,9 @@ async def test_an_endless_chunked_body_is_413_in_bounded_memory(gate: Public) ->
     assert (await gate.last()).status == 413
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {**HELLO, "metadata": {"Model": "x"}, "MODELS": 1},
-        {"messages": [{"role": "user", "content": 'a "Model" and {"Model": 1}, \u00e9'}]},
-        {"messages": [{"role": "user", "content": "Model", "name": "Model"}]},
-    ],
-)
-async def test_other_fields_may_have_names_that_resemble_model(
-    gate: Public, body: dict[str, Any]
-) -> None:
-    for more in ({}, {"padding": "x" * 100_000}):
+async def test_other_fields_may_have_names_that_resemble_model(gate: Public) -> None:
+    body = {"messages": [{"role": "user", "content": 'a {"Model": 1}, \u00e9', "name": "Model"}]}
+    for more in ({"MODELS": 1}, {"metadata": {"Model": "x"}, "padding": "x" * 100_000}):
         assert (await gate.ask(request({**body, **more}))).status == 200
 
 
@@ -220,13 +157,10 @@ async def test_other_fields_may_have_names_that_resemble_model(
     ("path", "head"),
     [
         (CHAT, b"".join(b"X-%d: %s\r\n" % (number, b"y" * 50) for number in range(1000))),
-        (CHAT, b"X: " + b"y" * 20_000 + b"\r\n"),
-        (CHAT, b"X: " + b"y" * 2_000_000),
-        (CHAT, b"y" * 300_000),
-        (CHAT, b"a:\r\n" * 300),
-        ("/" + "x" * 10_000, b""),
+        (CHAT, b"X: " + b"y" * 20_000 + b"\r\n"), (CHAT, b"X: " + b"y" * 2_000_000),
+        (CHAT, b"y" * 300_000), (CHAT, b"a:\r\n" * 300), ("/" + "x" * 10_000, b""),
     ],
-)
+)  # fmt: skip
 async def test_a_head_that_is_too_large_is_431(gate: Public, path: str, head: bytes) -> None:
     async with raw_connection(gate.url) as wire:
         await wire.send(f"POST {path} HTTP/1.1\r\nHost: localhost\r\n".encode() + head + b"\r\n")
@@ -256,21 +190,15 @@ async def test_a_refused_head_or_body_gets_the_error_form_of_its_path(
         assert "request-id" not in found.headers
 
 
-# HTTP.
-
-
 @each_case(
     "data",
     [
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
-        b"hello there\r\n\r\n",
-        b"GET\r\n\r\n",
-        b"GET / HTTP/9.9\r\n\r\n",
-        b"\r\n" * 100,
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200), b"hello there\r\n\r\n",
+        b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\r\n" * 100,
         b"GET /\xff HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"GET http:// HTTP/1.1\r\nHost: localhost\r\n\r\n",
     ],
-)
+)  # fmt: skip
 async def test_bytes_that_are_not_http_are_400_in_json(gate: Public, data: bytes) -> None:
     """Beside those whose meaning two parsers might see differently: tests/http/smuggling.py."""
     async with raw_connection(gate.url) as wire:
@@ -281,17 +209,12 @@ async def test_bytes_that_are_not_http_are_400_in_json(gate: Public, data: bytes
         assert await wire.rest() == b""
 
 
-async def test_trailers_are_limited(gate: Public) -> None:
+async def test_trailers_are_limited_and_ignored(gate: Public) -> None:
+    """Neither in their own request, nor in one that repeats its head."""
     async with raw_connection(gate.url) as wire:
         await wire.send(CHUNKED + b"2\r\n{}\r\n0\r\n" + b"X-Name: value\r\n" * 10_000)
         assert outcome_of(await answer(wire)) == (431, "headers_too_large")
-        with suppress(ConnectionError):
-            assert await wire.rest() == b""
     assert gate.node.requests == 0
-
-
-async def test_trailers_are_ignored(gate: Public) -> None:
-    """Neither in their own request, nor in one that repeats its head."""
     data = json.dumps({**HELLO, "max_tokens": 1}).encode()
     said = b"X-Priority: batch\r\nX-Request-ID: theirs\r\nConnection: close\r\nX-Own: 1\r\n"
     whole = CHUNKED + b"%x\r\n%b\r\n0\r\n" % (len(data), data) + said + b"\r\n"
@@ -306,9 +229,7 @@ async def test_trailers_are_ignored(gate: Public) -> None:
             assert "x-own" not in gate.node.seen[-1].headers
 
 
-async def test_a_request_before_a_broken_one_is_answered_before_the_connection_ends(
-    gate: Public,
-) -> None:
+async def test_a_request_before_a_broken_one_is_answered(gate: Public) -> None:
     gate.node.faults.next("hang", seconds=0.2)
     async with raw_connection(gate.url) as wire:
         await wire.send(request({**HELLO, "max_tokens": 1}) + b"garbage\r\n\r\n")
@@ -331,13 +252,7 @@ async def test_an_http_1_0_client_gets_no_chunks(gate: Public) -> None:
 
 
 @each_case(
-    "path",
-    [
-        f"http://localhost{CHAT}",
-        f"HTTP://127.0.0.1:80{CHAT}?x=y",
-        f"{CHAT}?a=b",
-        "/v1/chat/%63ompletions",
-    ],
+    "path", [f"http://localhost{CHAT}", f"HTTP://127.0.0.1:80{CHAT}?x=y", "/v1/chat/%63ompletions"]
 )
 async def test_a_path_may_have_a_query_escapes_or_a_host(gate: Public, path: str) -> None:
     gate.forget()

@@ -80,13 +80,10 @@ async def test_openai_uploads_creates_polls_reads_and_lists(tmp_path: Path) -> N
         with (tmp_path / "in.jsonl").open("rb") as opened:
             file = await client.files.create(file=opened, purpose="batch")
         file = await client.files.wait_for_processing(file.id)
-        batch = await client.batches.create(
-            input_file_id=file.id,
-            endpoint=CHAT,
-            completion_window="24h",
-            metadata={"run": "1"},
-            extra_headers={"Idempotency-Key": "run-1"},
-        )
+        asked: dict[str, Any] = {"input_file_id": file.id, "endpoint": CHAT}
+        asked |= {"completion_window": "24h", "metadata": {"run": "1"}}
+        asked |= {"extra_headers": {"Idempotency-Key": "run-1"}}
+        batch = await client.batches.create(**asked)
 
         done = await reached(client, batch.id, *ENDS)
         assert done.status == "completed"
@@ -112,47 +109,11 @@ async def test_openai_uploads_creates_polls_reads_and_lists(tmp_path: Path) -> N
         assert unknown["response"]["status_code"] == 404
         assert unknown["response"]["body"]["error"]["code"] == "model_not_found"
 
-        again = await client.batches.create(
-            input_file_id=file.id,
-            endpoint=CHAT,
-            completion_window="24h",
-            metadata={"run": "1"},
-            extra_headers={"Idempotency-Key": "run-1"},
-        )
-        assert again.id == batch.id
+        assert (await client.batches.create(**asked)).id == batch.id
         with pytest.raises(openai.ConflictError, match="status 'completed'"):
             await client.batches.cancel(batch.id)
         assert [one.id async for one in client.batches.list(limit=1)] == [batch.id]
         await client.files.delete(file.id)
-
-
-async def test_openai_cancels_and_keeps_what_was_done(tmp_path: Path) -> None:
-    content = "".join(chat_line(number, max_tokens=400) for number in range(60))
-    async with gateway(tmp_path) as url, openai_client(url) as client:
-        file = await client.files.create(file=("in.jsonl", content.encode()), purpose="batch")
-        batch = await client.batches.create(
-            input_file_id=file.id, endpoint=CHAT, completion_window="24h"
-        )
-
-        async def some_done() -> bool | None:
-            found = await client.batches.retrieve(batch.id)
-            assert found.request_counts is not None
-            return found.request_counts.completed >= 3 or None
-
-        await eventually(some_done, 120)
-        partial = await client.get(f"/batches/{batch.id}/output", cast_to=str)
-        assert len(partial.splitlines()) >= 3
-        cancelled = await client.batches.cancel(batch.id)
-        assert cancelled.status in {"cancelling", "cancelled"}
-
-        done = await reached(client, batch.id, "cancelled")
-        output = (await client.files.content(done.output_file_id)).text.splitlines()
-        errors = (await client.files.content(done.error_file_id)).text.splitlines()
-        assert len(output) == done.request_counts.completed
-        assert set(partial.splitlines()) <= set(output)
-        ids = [json.loads(one)["custom_id"] for one in (*output, *errors)]
-        assert sorted(ids) == sorted(f"näme {number}" for number in range(60))
-        assert {json.loads(one)["error"]["code"] for one in errors} == {"batch_cancelled"}
 
 
 @pytest.fixture(scope="module")
@@ -182,9 +143,7 @@ async def test_openai_uploads_creates_polls_reads_lists_and_deletes(
     assert (told["deleted"], told["gone"]) == (True, 404)
 
 
-async def test_openai_follows_a_background_response_through_a_killed_gateway(
-    script: Path, tmp_path: Path
-) -> None:
+async def test_openai_follows_a_response_through_a_kill(script: Path, tmp_path: Path) -> None:
     async with EmulatedNode(decode_tps=20, answer_tokens=100_000) as node:
         with claim_port(HOST) as claim:
             store = f"sqlite:///{tmp_path}/store.db"

@@ -8,7 +8,6 @@ from pathlib import Path
 from gateway.admin.app import CALLER_PAGE_FILES, STATIC_FOLDER
 from gateway.callers.keys import new_key
 from gateway.web.site import SECURITY_HEADERS
-from tests.edges.test_passing import edge
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway, until
 from tests.nodes.build import a_spec
@@ -85,16 +84,3 @@ async def test_a_reload_turns_it_on_and_off(tmp_path: Path) -> None:
             listen = bool(settings)
             await until(lambda: running.gateway.settings.listen.caller_page is listen)  # noqa: B023
             assert (await running.client.get("/me")).status_code == status
-
-
-async def test_an_edge_passes_it_on(tmp_path: Path) -> None:
-    async with edge(tmp_path, **ON) as site:
-        for path in ("/me", "/me/me.js", "/v1/usage/requests"):
-            theirs = await site.brain.client.get(path, headers={"x-request-id": "mine"})
-            found = await site.client.get(path, headers={"x-request-id": "mine"})
-            assert theirs.status_code == 200, theirs.text
-            assert (found.content, found.headers) == (theirs.content, theirs.headers)
-        held = {"if-none-match": (await site.client.get("/me")).headers["etag"]}
-        again = await site.client.get("/me", headers=held)
-        assert (again.status_code, again.content) == (304, b"")
-        assert (await site.client.get("/me")).status_code == 200

@@ -1,4 +1,4 @@
-"""Classes, fair shares, reserves and deadlines of the queue, over emulated nodes."""
+"""Fair shares, a reload's effect on the queue, and conversations that stay on their node."""
 
 from __future__ import annotations
 
@@ -6,29 +6,25 @@ import asyncio
 import itertools
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any
 
 import httpx
 import pytest
 
-from gateway.callers.keys import ApiKey, new_key
+from gateway.callers.keys import new_key
 from gateway.terms import Priority
 from tests.emulator import EmulatedNode
 from tests.gateways import NO_TLS, Running, running_gateway, until
-from tests.virtual import in_virtual_time, now
+from tests.virtual import in_virtual_time
 
 CHAT = "/v1/chat/completions"
-CALM: dict[str, Any] = {
-    "health": {"interval": 30},
-    "heartbeat": "off",
-    "logging": {"access": False},
-}
-WORDS = [f"word{number}" for number in range(12)]
+CALM: dict[str, Any] = {"health": {"interval": 30}, "heartbeat": "off"}
+CALM |= {"logging": {"access": False}}
+NUMBERS = itertools.count()
 
 
 @dataclass
@@ -36,51 +32,28 @@ class Site:
     """A gateway, and a client with any number of connections."""
 
     running: Running
-    nodes: list[EmulatedNode]
     client: httpx.AsyncClient
-    numbers: Iterator[int] = field(default_factory=itertools.count)
 
-    def body(self, tokens: int, words: int = 4, **more: Any) -> dict[str, Any]:
-        """A prompt that no other request has sent."""
-        text = " ".join(WORDS[i % len(WORDS)] for i in range(words))
-        message = {"role": "user", "content": f"{next(self.numbers)} {text}"}
-        return {"messages": [message], "max_tokens": tokens, **more}
-
-    async def ask(self, tokens: int, **headers: str) -> httpx.Response:
+    async def ask(self, tokens: int, text: str = "word", **headers: str) -> httpx.Response:
+        """Send a prompt that no other request has sent."""
         named = {name.replace("_", "-"): value for name, value in headers.items()}
-        return await self.client.post(CHAT, json=self.body(tokens), headers=named)
-
-    async def first_content(self, tokens: int, words: int, **headers: str) -> float:
-        """Seconds until the first content of a stream, which is read to its end."""
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        began, first = now(), 0.0
-        body = self.body(tokens, words, stream=True)
-        async with self.client.stream("POST", CHAT, json=body, headers=named) as reply:
-            assert reply.status_code == 200, await reply.aread()
-            async for _ in reply.aiter_bytes():
-                first = first or now() - began
-        return first
-
-    @property
-    def waiting(self) -> int:
-        return len(self.running.gateway.scheduler.queue_positions())
+        messages = [{"role": "user", "content": f"{next(NUMBERS)} {text}"}]
+        body = {"messages": messages, "max_tokens": tokens}
+        reply = await self.client.post(CHAT, json=body, headers=named)
+        assert reply.status_code in {200, 429}
+        return reply
 
 
 @asynccontextmanager
 async def a_site(
     folder: Path, *nodes: EmulatedNode, settings: dict[str, Any] | None = None
 ) -> AsyncIterator[Site]:
-    many = httpx.Limits(max_connections=None)
-    async with (
-        running_gateway(folder, nodes, {**CALM, **(settings or {})}) as running,
-        httpx.AsyncClient(
-            base_url=running.url, timeout=60.0, trust_env=False, verify=NO_TLS, limits=many
-        ) as client,
-    ):
-        yield Site(running, list(nodes), client)
-        await until(lambda: not running.gateway.registry)
-        assert running.gateway.scheduler.queue_positions() == []
-        await until(lambda: all(n.leased == 0 for n in running.gateway.fleet.nodes.values()))
+    async with running_gateway(folder, nodes, {**CALM, **(settings or {})}) as running:
+        options: dict[str, Any] = {"trust_env": False, "verify": NO_TLS, "timeout": 60.0}
+        options["limits"] = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=running.url, **options) as client:
+            yield Site(running, client)
+        await until(lambda: not running.held(), seen=running.held)
         board = running.gateway.scheduler.dispatcher.placement_state
         assert all(row.ours == 0 and not row.running for row in board.rows)
 
@@ -91,149 +64,121 @@ async def ended(tasks: list[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-# Classes.
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @in_virtual_time
-async def test_urgent_requests_hardly_wait_on_an_overloaded_fleet(tmp_path: Path) -> None:
-    rng = random.Random(3)
-    nodes = [EmulatedNode(slots=2, prefill_tps=600.0, decode_tps=150.0) for _ in range(2)]
-    releases: list[float] = []
-
-    async def load(priority: str) -> None:
-        await site.ask(rng.randint(10, 50), x_priority=priority)
-        releases.append(now())
-
-    async with a_site(tmp_path, *nodes) as site:
-        idle = [await site.first_content(2, 60, x_priority="urgent") for _ in range(9)]
-        # A request takes 0.22 s or so on one of four slots: 18 a second are served, 27 arrive.
-        tasks: list[asyncio.Task[Any]] = []
-        urgent: list[asyncio.Task[float]] = []
-        began = now()
-        for number in range(27 * 5):
-            priority = "batch" if number % 2 else "normal"
-            tasks.append(asyncio.create_task(load(priority)))
-            if number > 40 and number % 6 == 0:
-                probe = site.first_content(2, 60, x_priority="urgent")
-                urgent.append(asyncio.create_task(probe))
-            due = began + (number + rng.random()) / 27
-            await asyncio.sleep(max(0.0, due - now()))
-        assert site.waiting > 10, "it was no overload"
-        seen = await asyncio.gather(*urgent)
-        while_busy = [moment for moment in releases if moment > began + 1.0]
-        gap = (while_busy[-1] - while_busy[0]) / (len(while_busy) + len(seen))
-        await ended(tasks)
-    bound = 1.2 * median(idle) + gap
-
-    assert median(seen) <= bound, f"{median(seen):.3f} s, idle {median(idle):.3f}, gap {gap:.3f}"
-    assert fmean(seen) <= 1.5 * bound
-
-
-# Fair shares.
-
-
-async def shares(site: Site, parties: dict[str, tuple[int, dict[str, str]]]) -> Counter[str]:
-    """Tokens that each fairness key was served when the last of them has 120 responses.
-
-    Each keeps so many requests under way; lengths are of one distribution. Answers count once all
-    of them have requests in line: before, whoever has connected first is served alone.
-    """
-    rng = random.Random(5)
+async def test_two_callers_get_equal_shares_of_unequal_requests(tmp_path: Path) -> None:
+    """Answers count once both have requests in line: before, the first is served alone."""
+    keys = {name: new_key() for name in ("much", "little")}
+    settings = {"keys": [{"id": key.id, "sha256": key.sha256} for key in keys.values()]}
+    nodes = [EmulatedNode(slots=2, decode_tps=150.0, close_after_stream=False) for _ in range(2)]
+    rng, enough = random.Random(5), asyncio.Event()
     tokens, answers = Counter[str](), Counter[str]()
-    enough = asyncio.Event()
-    scheduler = site.running.gateway.scheduler
+    async with a_site(tmp_path, *nodes, settings=settings) as site:
+        scheduler = site.running.gateway.scheduler
 
-    async def one(party: str, headers: dict[str, str]) -> None:
-        while not enough.is_set():
-            reply = await site.ask(rng.randint(5, 35), **headers)
-            assert reply.status_code == 200
-            if not enough.is_set():
+        async def one(name: str) -> None:
+            while not enough.is_set():
+                key = f"Bearer {keys[name].text}"
+                reply = await site.ask(rng.randint(5, 35), authorization=key)
                 usage = reply.json()["usage"]
-                tokens[party] += usage["prompt_tokens"] + usage["completion_tokens"]
-                answers[party] += 1
-            if all(answers[name] >= 120 for name in parties):
-                enough.set()
+                tokens[name] += usage["prompt_tokens"] + usage["completion_tokens"]
+                answers[name] += 1
+                if all(answers[other] >= 120 for other in keys):
+                    enough.set()
 
-    tasks = [
-        asyncio.create_task(one(party, headers))
-        for party, (count, headers) in parties.items()
-        for _ in range(count)
-    ]
-    try:
+        def both_wait() -> bool:
+            lines = Counter(one.request.caller.fairness_key for one in scheduler.waiters)
+            return len(lines) == 2 and min(lines.values()) >= 10
+
+        names = ["much"] * 200 + ["little"] * 20
+        tasks = [asyncio.create_task(one(name)) for name in names]
+        await until(both_wait)
+        tokens.clear()
+        answers.clear()
         async with asyncio.timeout(90):
-            few = min(count for count, _ in parties.values()) // 2
-            while True:
-                lines = Counter(one.request.caller.fairness_key for one in scheduler.waiters)
-                if len(lines) == len(parties) and min(lines.values()) >= few:
-                    break
-                await asyncio.sleep(0.01)
-            tokens.clear()
-            answers.clear()
             await enough.wait()
-    finally:
+        found = dict(tokens)
         await ended(tasks)
-    return tokens
-
-
-def fast() -> EmulatedNode:
-    # Slow enough that a busy machine can send faster: else nothing would be queued.
-    return EmulatedNode(slots=2, decode_tps=150.0, close_after_stream=False)
-
-
-def key_of(key: ApiKey, **more: Any) -> dict[str, Any]:
-    return {"id": key.id, "sha256": key.sha256, **more}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@in_virtual_time
-async def test_two_callers_get_equal_shares_though_one_sends_ten_times_as_much(
-    tmp_path: Path,
-) -> None:
-    keys = [new_key(), new_key()]
-    settings = {"keys": [key_of(key) for key in keys]}
-    async with a_site(tmp_path, fast(), fast(), settings=settings) as site:
-        much, little = ({"authorization": f"Bearer {key.text}"} for key in keys)
-        found = await shares(site, {"much": (200, much), "little": (20, little)})
     assert 0.9 <= found["much"] / found["little"] <= 1.1, found
 
 
-# Deadlines.
-
-
-# Reload.
-
-
 async def test_a_reload_applies_to_queued_requests_too(tmp_path: Path) -> None:
-    key = new_key()
-    async with a_site(tmp_path, EmulatedNode(slots=4, decode_tps=20, answer_tokens=3000)) as site:
-        scheduler = site.running.gateway.scheduler
-        tasks = [asyncio.create_task(site.ask(3000, x_priority="batch")) for _ in range(3)]
-        await until(lambda: site.nodes[0].busy == 3)
-        site.running.write_settings(
-            {
-                **CALM,
-                "queue": {"max": 3, "latest_wins": False},
-                "classes": {"batch": {"reserve_slots": 0.25, "queue_share": 1, "patience": "7s"}},
-                "keys": [key_of(key, trust_user_headers=True)],
-                "prompts": {"volatile": ["Today is "]},
-                "allow_anonymous": True,
-            }
-        )
+    key, node = new_key(), EmulatedNode(slots=4, decode_tps=20, answer_tokens=3000)
+    async with a_site(tmp_path, node) as site:
+        running, scheduler = site.running, site.running.gateway.scheduler
+
+        def begin() -> list[asyncio.Task[Any]]:
+            return [asyncio.create_task(site.ask(3000, x_priority="batch")) for _ in range(3)]
+
+        def queued() -> tuple[int, int]:
+            return len(scheduler.queue_positions()), node.busy
+
+        tasks = begin()
+        await until(lambda: queued() == (0, 3))
+        classes = {"batch": {"reserve_slots": 0.25, "queue_share": 1, "patience": "7s"}}
+        queue = {"max": 3, "latest_wins": False}
+        keys = [{"id": key.id, "sha256": key.sha256, "trust_user_headers": True}]
+        more = {"queue": queue, "classes": classes, "keys": keys, "allow_anonymous": True}
+        running.write_settings({**CALM, **more, "prompts": {"volatile": ["Today is "]}})
         await until(lambda: scheduler.dispatcher.rules.overdue_after[Priority.BATCH] == 7.0)
         # The fourth slot is reserved from now on, and three may wait.
-        tasks += [asyncio.create_task(site.ask(3000, x_priority="batch")) for _ in range(3)]
-        await until(lambda: site.waiting == 3)
-        assert site.nodes[0].busy == 3
+        tasks += begin()
+        await until(lambda: queued() == (3, 3))
         full = await site.ask(1, x_priority="batch")
         assert (full.status_code, full.headers["x-gateway-reason"]) == (429, "queue_full")
-        site.running.write_settings({**CALM, "policy": "nothing"})
-        await until(lambda: site.running.gateway.config_files.settings_error is not None)
-        assert "least_finish" in str(site.running.gateway.config_files.settings_error)
+        running.write_settings({**CALM, "policy": "nothing"})
+        await until(lambda: running.gateway.config_files.settings_error is not None)
+        assert "least_finish" in str(running.gateway.config_files.settings_error)
         assert scheduler.dispatcher.rules.overdue_after[Priority.BATCH] == 7.0
         # Without the reserve the queued requests run.
-        site.running.write_settings(CALM)
-        await until(lambda: (site.waiting, site.nodes[0].busy) == (2, 4))
+        running.write_settings(CALM)
+        await until(lambda: queued() == (2, 4))
         await ended(tasks)
+
+
+@in_virtual_time
+async def test_a_conversation_stays_on_the_node_of_its_first_message(tmp_path: Path) -> None:
+    nodes = [
+        EmulatedNode(slots=2, prefill_tps=2000.0, decode_tps=400.0, cache_ram=1 << 20)
+        for _ in range(4)
+    ]
+    # What tells them apart is at the beginning, so that conversations share no prefix.
+    talks: list[list[dict[str, str]]] = [
+        [{"role": "system", "content": f"{number}: " + "You answer at length and with care. " * 60}]
+        for number in range(8)
+    ]
+    async with a_site(tmp_path, *nodes) as site:
+
+        async def turn(messages: list[dict[str, str]]) -> tuple[str, int]:
+            """Send one more message; its node, and the prompt tokens that this had cached."""
+            messages.append({"role": "user", "content": "More about it."})
+            reply = await site.client.post(CHAT, json={"messages": messages, "max_tokens": 20})
+            answer = reply.json()
+            messages.append(answer["choices"][0]["message"])
+            details = answer["usage"].get("prompt_tokens_details", {})
+            return reply.headers["x-gateway-node"], details.get("cached_tokens", 0)
+
+        homes = [node for node, _ in await asyncio.gather(*map(turn, talks))]
+        assert Counter(homes) == {f"node-{number}": 2 for number in range(4)}
+        for _ in range(3):
+            found = await asyncio.gather(*map(turn, talks))
+            assert [node for node, _ in found] == homes
+            assert all(cached > 200 for _, cached in found)
+
+
+@in_virtual_time
+async def test_a_session_named_by_a_header_keeps_its_node(tmp_path: Path) -> None:
+    """Though nothing in its prompts connects them."""
+    nodes = [EmulatedNode(slots=2, prefill_tps=1000.0, decode_tps=50.0) for _ in range(4)]
+    async with a_site(tmp_path, *nodes) as site:
+
+        async def node_of(name: str) -> str:
+            reply = await site.ask(8, name, x_openwebui_chat_id=name)
+            return reply.headers["x-gateway-node"]
+
+        names = [f"chat-{number}" for number in range(6)]
+        homes = await asyncio.gather(*map(node_of, names))
+        assert len(set(homes)) > 1
+        for _ in range(3):
+            assert [await node_of(name) for name in names] == homes

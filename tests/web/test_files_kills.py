@@ -51,9 +51,7 @@ async def process(folder: Path) -> AsyncIterator[str]:
 
 
 @pytest.mark.slow
-async def test_what_was_kept_is_there_after_a_kill_and_what_was_coming_is_not(
-    tmp_path: Path,
-) -> None:
+async def test_after_a_kill_what_was_kept_is_there_and_no_more(tmp_path: Path) -> None:
     body, small = form(bytes(3_000_000)), form(b"small")
     async with process(tmp_path) as url, raw_connection(url) as wire, raw_connection(url) as other:
         await other.send(head(f"Content-Length: {len(small)}") + small)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from gateway.callers.keys import ApiKey, new_key
+from gateway.callers.keys import new_key
 from gateway.nodes.node import NodeState
 from tests.emulator import EmulatedNode
 from tests.emulator.raw_connection import RawConnection, raw_connection
@@ -25,89 +25,37 @@ from tests.forward.proxy_over_nodes import (
 from tests.gateways import Running, running_gateway, until
 from tests.virtual import in_virtual_time, now
 from tests.web.bare_gateway import CHAT
-from tests.web.raw_client import Answer, Public, public, request
+from tests.web.raw_client import Answer, public, request
 
-ALICE, BOB, CAROL = new_key("alice"), new_key("bob"), new_key("carol")
+BOB = new_key("bob")
+KEY = {"authorization": f"Bearer {BOB.text}"}
 LONG = "What nobody else may know, " * 150
+CACHING: dict[str, Any] = {"slots": 4, "prefill_tps": 500.0, "decode_tps": 100.0}
+CACHING |= {"cache_ram": 1 << 20}
 
 
-@asynccontextmanager
-async def tenants(
-    folder: Path, *nodes: EmulatedNode, cache: dict[str, Any], **settings: Any
-) -> AsyncIterator[ProxyOverNodes]:
-    """Alice is of one group, Bob and Carol are of another; `cache` holds for all."""
-    groups = {ALICE.id: "one", BOB.id: "other", CAROL.id: "other"}
-    keys = [
-        {"id": key.id, "sha256": key.sha256, "group": groups[key.id]} for key in (ALICE, BOB, CAROL)
-    ]
+def tenant(
+    folder: Path, *nodes: EmulatedNode, cache: dict[str, Any]
+) -> AbstractAsyncContextManager[ProxyOverNodes]:
+    """A gateway with one key, whose cache is kept like this."""
     alike = ({"speed_hint": 1.0},) * len(nodes)  # There is nothing to explore.
-    async with proxy_over(folder, *nodes, nodes=alike, keys=keys, cache=cache, **settings) as proxy:
-        yield proxy
-
-
-def caching(**more: Any) -> EmulatedNode:
-    return EmulatedNode(
-        **{"slots": 4, "prefill_tps": 500.0, "decode_tps": 100.0, "cache_ram": 1 << 20, **more}
-    )
-
-
-def as_(key: ApiKey, **more: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key.text}", **more}
-
-
-async def is_drawn(proxy: ProxyOverNodes, first: ApiKey, second: ApiKey, subject: str) -> bool:
-    """Whether the second's request follows the first's equal prompt to its node."""
-    messages = [{"role": "system", "content": f"{subject}: {LONG}"}]
-    reply = await proxy.ask(headers=as_(first), messages=messages, max_tokens=4)
-    home = proxy.attempts[-1].node
-    other = await proxy.ask(headers=as_(second), messages=messages, max_tokens=4)
-    assert reply.status_code == other.status_code == 200
-    return proxy.attempts[-1].node == home
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("isolate", "alice_and_bob", "bob_and_carol"),
-    [("off", True, True), ("group", False, True), ("key", False, False)],
-)
-@in_virtual_time
-async def test_only_prompts_of_the_same_scope_draw_a_request_to_their_node(
-    tmp_path: Path, isolate: str, alice_and_bob: bool, bob_and_carol: bool
-) -> None:
-    async with tenants(
-        tmp_path, *(caching() for _ in range(4)), cache={"isolate": isolate}
-    ) as proxy:
-
-        async def are_drawn(first: ApiKey, second: ApiKey) -> bool:
-            for number in range(8):  # By chance it is sent there every fourth time.
-                if not await is_drawn(proxy, first, second, f"{first.id}{number}"):
-                    return False
-            return True
-
-        assert await are_drawn(ALICE, BOB) is alice_and_bob
-        assert await are_drawn(BOB, CAROL) is bob_and_carol
-        assert await are_drawn(BOB, BOB)
+    keys = [{"id": BOB.id, "sha256": BOB.sha256, "group": "other"}]
+    return proxy_over(folder, *nodes, nodes=alike, keys=keys, cache=cache)
 
 
 @pytest.mark.parametrize("path", GENERATION_PATHS)
 @in_virtual_time
 async def test_a_resumed_stream_hides_what_was_cached(tmp_path: Path, path: str) -> None:
-    nodes = [caching() for _ in range(3)]
-    async with tenants(tmp_path, *nodes, cache={"hide": True}) as proxy:
-        asked = {
-            **prompt_field(path, LONG),
-            "temperature": 0,
-            "max_tokens": 30,
-            "n_predict": 30,
-            "timings_per_token": True,
-            "return_progress": True,
-        }
+    nodes = [EmulatedNode(**CACHING) for _ in range(3)]
+    async with tenant(tmp_path, *nodes, cache={"hide": True}) as proxy:
+        asked = {**prompt_field(path, LONG), "temperature": 0, "max_tokens": 30, "n_predict": 30}
+        asked |= {"timings_per_token": True, "return_progress": True}
         if path in {"/v1/chat/completions", "/v1/completions"}:
             asked["stream_options"] = {"include_usage": True}
-        whole = await proxy.stream(path, headers=as_(BOB), **asked)
+        whole = await proxy.stream(path, headers=KEY, **asked)
         for node in nodes:
             node.faults.next("reset", after_events=8)
-        reply = await proxy.stream(path, headers=as_(BOB, **{"x-gateway-progress": "1"}), **asked)
+        reply = await proxy.stream(path, headers=KEY | {"x-gateway-progress": "1"}, **asked)
         await proxy.settled()
         assert path == "/v1/responses" or proxy.finished[-1].attempts > 1
         assert proxy.finished[0].prompt_tokens > 500
@@ -121,34 +69,14 @@ async def test_a_resumed_stream_hides_what_was_cached(tmp_path: Path, path: str)
 
 
 @in_virtual_time
-async def test_a_hidden_client_learns_its_place_in_the_queue_but_no_progress(
-    tmp_path: Path,
-) -> None:
-    slow = caching(slots=1, prefill_tps=200.0, decode_tps=10.0)
-    for hide in (True, False):
-        folder = tmp_path / str(hide)
-        await asyncio.to_thread(folder.mkdir)
-        async with tenants(folder, slow, cache={"hide": hide}) as proxy:
-            first = asyncio.create_task(proxy.ask(headers=as_(ALICE), max_tokens=40))
-            await until(lambda: slow.busy == 1)
-            body = {**prompt_field("/v1/chat/completions", LONG), "max_tokens": 2}
-            reply = await proxy.stream(headers=as_(BOB, **{"x-gateway-progress": "1"}), **body)
-            assert b": queued position=1" in reply.body
-            assert (b": prefill percent=" in reply.body) is not hide
-            assert (await first).status_code == 200
-
-
-@in_virtual_time
-async def test_without_a_prompt_cache_nodes_are_told_so_and_no_prompt_draws_a_request(
-    tmp_path: Path,
-) -> None:
-    nodes = [caching() for _ in range(3)]
-    async with tenants(tmp_path, *nodes, cache={"prompt_cache": False}) as proxy:
+async def test_without_a_prompt_cache_no_prompt_draws_a_request(tmp_path: Path) -> None:
+    nodes = [EmulatedNode(**CACHING) for _ in range(3)]
+    async with tenant(tmp_path, *nodes, cache={"prompt_cache": False}) as proxy:
         for path in GENERATION_PATHS:
             for node in nodes:
                 node.faults.next("reset", after_events=5)
             body = {**prompt_field(path, LONG), "max_tokens": 20, "n_predict": 20}
-            reply = await proxy.stream(path, headers=as_(BOB), cache_prompt=True, **body)
+            reply = await proxy.stream(path, headers=KEY, cache_prompt=True, **body)
             assert reply.status == 200
         await proxy.settled()
         generating = {"/completion", "/v1/chat/completions", "/v1/completions", "/v1/responses"}
@@ -158,8 +86,12 @@ async def test_without_a_prompt_cache_nodes_are_told_so_and_no_prompt_draws_a_re
         assert not any(request.path == "/v1/messages" for node in nodes for request in node.seen)
         for node in nodes:
             node.faults.clear()
-        drawn = [await is_drawn(proxy, BOB, BOB, f"bob{i}") for i in range(8)]
-        assert not all(drawn)
+        homes = []
+        for number in range(16):  # each prompt twice
+            messages = [{"role": "system", "content": f"{number // 2}: {LONG}"}]
+            await proxy.ask(headers=KEY, messages=messages, max_tokens=4)
+            homes.append(proxy.attempts[-1].node)
+        assert homes[::2] != homes[1::2]
 
 
 INFILL: dict[str, Any] = {"input_prefix": "def f(", "input_suffix": "):", "n_predict": 200}
@@ -171,16 +103,8 @@ def slow(slots: int = 2) -> EmulatedNode:
     return EmulatedNode(slots=slots, decode_tps=20.0, infill=True)
 
 
-def asks(
-    path: str, body: Mapping[str, Any], session: str | None = None, *, stream: bool = True
-) -> bytes:
-    fields = [] if session is None else [f"X-Session-Id: {session}"]
-    return request({**body, "stream": stream}, *fields, path=path)
-
-
-async def is_over(gate: Public, slots: int) -> None:
-    await until(lambda: gate.running.gateway.fleet.nodes["node-0"].leased == slots, 5.0)
-    await until(lambda: gate.node.busy == slots, 5.0)
+def asks(path: str, body: Mapping[str, Any], session: str, *, stream: bool = True) -> bytes:
+    return request({**body, "stream": stream}, f"X-Session-Id: {session}", path=path)
 
 
 def superseded(found: Answer) -> None:
@@ -210,7 +134,8 @@ async def test_a_stream_is_superseded_with_an_error_event(
             event = json.loads(end.rsplit(b"data: ", 1)[1].split(b"\n")[0])
             assert event["error"]["code"] == "superseded"
             assert b"[DONE]" not in end
-            await is_over(gate, 1)
+            node = gate.running.gateway.fleet.nodes["node-0"]
+            await until(lambda: node.leased == gate.node.busy == 1, 5.0)
         await until(lambda: len(gate.records()) == 2)
         assert {record.reason for record in gate.ended} == {"superseded", "client_closed"}
         assert gate.running.gateway.fleet.nodes["node-0"].failures == 0
@@ -235,7 +160,7 @@ async def test_a_superseded_queued_request_takes_no_slot(tmp_path: Path) -> None
     ("latest_wins", "statuses"), [(True, [409, 409, 200]), (False, [200, 200, 200])]
 )
 @in_virtual_time
-async def test_a_superseded_plain_request_gets_a_status_unless_the_settings_switch_it_off(
+async def test_a_superseded_plain_request_gets_a_status_unless_off(
     tmp_path: Path, latest_wins: bool, statuses: list[int]
 ) -> None:
     settings = {**QUICK, "queue": {"latest_wins": latest_wins}}
@@ -253,37 +178,18 @@ async def test_a_superseded_plain_request_gets_a_status_unless_the_settings_swit
 
 
 @in_virtual_time
-async def test_without_a_session_address_and_model_identify_the_editor(tmp_path: Path) -> None:
+async def test_other_sessions_and_paths_supersede_nothing(tmp_path: Path) -> None:
     async with public(tmp_path, QUICK, slow()) as gate:
-        first = asyncio.create_task(gate.ask(asks("/infill", INFILL, stream=False)))
-        await until(lambda: gate.node.busy == 1)
-        async with raw_connection(gate.url) as second:
-            await second.send(asks("/infill", INFILL))
-            await begun(second)
-            superseded(await first)
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "session"),
-    [
-        ("/infill", INFILL, "other"),
-        ("/v1/completions", {**MIDDLE, "suffix": None}, "editor"),
-        ("/v1/completions", {**MIDDLE, "suffix": ""}, "editor"),
-        ("/v1/chat/completions", {"messages": [], "suffix": "x"}, "editor"),
-    ],
-)
-@in_virtual_time
-async def test_other_sessions_and_paths_supersede_nothing(
-    tmp_path: Path, path: str, body: Mapping[str, Any], session: str
-) -> None:
-    async with public(tmp_path, QUICK, slow()) as gate:
-        first = asyncio.create_task(
-            gate.ask(asks("/infill", {**INFILL, "n_predict": 10}, "editor", stream=False))
-        )
-        await until(lambda: gate.node.busy == 1)
-        second = await gate.ask(asks(path, {**body, "max_tokens": 1, "n_predict": 1}, session))
-        assert second.status == 200
-        assert (await first).status == 200
+        for path, body, session in (
+            ("/infill", INFILL, "other"),
+            ("/v1/completions", {**MIDDLE, "suffix": ""}, "editor"),
+            ("/v1/chat/completions", {"messages": [], "suffix": "x"}, "editor"),
+        ):
+            short = asks("/infill", {**INFILL, "n_predict": 10}, "editor", stream=False)
+            first = asyncio.create_task(gate.ask(short))
+            await until(lambda: gate.node.busy == 1)
+            second = await gate.ask(asks(path, {**body, "max_tokens": 1, "n_predict": 1}, session))
+            assert (second.status, (await first).status) == (200, 200)
 
 
 DEAD = "http://127.0.0.1:9"
@@ -304,49 +210,26 @@ def outcome_of(answer: httpx.Response) -> tuple[int, str]:
 
 
 @in_virtual_time
-@pytest.mark.parametrize("asks", [{"model": "mistral-7b"}, {}])
-async def test_while_a_node_never_reported_its_models_an_unknown_name_is_503(
-    asks: dict[str, Any], tmp_path: Path
-) -> None:
+async def test_an_unknown_name_is_503_until_each_node_told_its_models(tmp_path: Path) -> None:
     async with running_gateway(tmp_path, [{"name": "a", "url": DEAD}], wait_ready=False) as running:
         await down(running, "a")
-        answer = await asked(running, **asks)
-        assert outcome_of(answer) == (503, "no_node")
-        assert int(answer.headers["retry-after"]) > 0
-        message = answer.json()["error"]["message"]
-        assert f"'a' is down (no connection to {DEAD}" in message
-        assert "'llama-gateway nodes'" in message
+        for named in ({"model": "mistral-7b"}, {}):
+            answer = await asked(running, **named)
+            assert outcome_of(answer) == (503, "no_node")
+            assert int(answer.headers["retry-after"]) > 0
+            assert f"'a' is down (no connection to {DEAD}" in answer.json()["error"]["message"]
 
 
 @in_virtual_time
-async def test_an_error_names_only_states_to_clients_that_may_not_see_nodes(
-    tmp_path: Path,
-) -> None:
+async def test_an_error_names_only_states_to_clients_that_see_no_nodes(tmp_path: Path) -> None:
     nodes = [{"name": "epyc-a", "url": DEAD}, {"name": "epyc-b", "url": DEAD, "model": "declared"}]
     private = {"listen": {"expose_node": False}}
     async with running_gateway(tmp_path, nodes, private, wait_ready=False) as running:
         await down(running, "epyc-a")
-        for answer in (
-            await asked(running, model="other"),
-            await running.client.get("/v1/models/other"),
-        ):
-            message = answer.json()["error"]["message"]
-            assert answer.status_code == 503
-            assert "1 of 2 nodes never said what it serves (down)" in message
-            assert "epyc" not in message
-            assert "127.0.0.1" not in message
-
-
-@in_virtual_time
-async def test_a_node_that_serves_nothing_does_not_make_a_name_503(tmp_path: Path) -> None:
-    async with EmulatedNode() as server:
-        nodes: list[dict[str, object]] = [
-            {"name": "a", "url": server.url},
-            {"name": "off", "url": DEAD, "enabled": False},
-            {"name": "spare", "url": DEAD, "standby": True},
-        ]
-        async with running_gateway(tmp_path, nodes) as running:
-            assert outcome_of(await asked(running, model="nobody")) == (404, "model_not_found")
+        message = (await asked(running, model="other")).json()["error"]["message"]
+        assert "1 of 2 nodes never said what it serves (down)" in message
+        assert "epyc" not in message
+        assert "127.0.0.1" not in message
 
 
 @in_virtual_time

@@ -42,9 +42,7 @@ def logs(folder: Path) -> int:
     return len(list((folder / "state").rglob("events-*")))
 
 
-async def test_what_outlasts_the_grace_ends_for_its_client_and_in_the_store(
-    tmp_path: Path,
-) -> None:
+async def test_what_outlasts_the_grace_ends_for_client_and_store(tmp_path: Path) -> None:
     settings = {"batches": KEPT, "shutdown": {"grace": 0.5}}
     async with EmulatedNode(slots=1, decode_tps=2, answer_tokens=1000) as node:
         async with serving(tmp_path, node, settings=settings) as line, client(line) as api:
@@ -82,27 +80,3 @@ async def test_what_outlasts_the_grace_ends_for_its_client_and_in_the_store(
         assert (await ended(api, later.id)).status == "incomplete"
     # The one that was cut, and the one in the background.
     assert (node.requests, other.requests) == (1, 1)
-
-
-async def test_what_is_queued_runs_within_the_grace_as_if_it_were_not_stored(
-    tmp_path: Path,
-) -> None:
-    async with EmulatedNode(slots=1, decode_tps=40, answer_tokens=1000) as node:
-        async with (
-            serving(tmp_path, node, settings={"batches": KEPT}) as line,
-            client(line) as api,
-        ):
-            running = asyncio.create_task(events_of(api))
-            await until(lambda: node.busy == 1)
-            queued = asyncio.create_task(events_of(api))
-            await until(lambda: logs(tmp_path) == 2)
-            plain = asyncio.create_task(api.responses.create(**ASK, store=True))
-            await until(lambda: logs(tmp_path) == 3)
-            later = await api.responses.create(**ASK, background=True)
-            os.kill(line.newest, signal.SIGTERM)
-            ends = [(await one)[-1] for one in (running, queued)]
-            assert [event.type for event in ends] == ["response.incomplete"] * 2
-            assert (await plain).status == "incomplete"
-            assert later.status == "queued"
-            assert await line.first.wait() == 0
-        assert node.requests == 3
