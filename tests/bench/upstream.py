@@ -8,6 +8,7 @@ reconnecting would count for every proxy alike and hide the differences.
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 import time
 from dataclasses import dataclass, field
@@ -42,7 +43,6 @@ class Counters:
 
     connections: int = 0
     requests: int = 0
-    left: int = 0  # streams whose client left before the end
 
 
 @dataclass(slots=True)
@@ -136,7 +136,7 @@ class NodeConnection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         if self.stream:
-            self.stream.pause()
+            self.stream.paused = True
 
     def resume_writing(self) -> None:
         if self.stream:
@@ -144,9 +144,8 @@ class NodeConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.upstream.connections.discard(self)
-        if self.stream:
-            self.stream.stop()
-            self.upstream.counters.left += 1
+        if self.stream and self.stream.timer:
+            self.stream.timer.cancel()
 
 
 class Stream:
@@ -165,25 +164,17 @@ class Stream:
         self.due = self.connection.loop.time() + delay
         self.timer = self.connection.loop.call_at(self.due, self._write)
 
-    def pause(self) -> None:
-        self.paused = True
-
     def resume(self) -> None:
         self.paused = False
         if self.timer is None:
             self._next()
 
-    def stop(self) -> None:
-        if self.timer:
-            self.timer.cancel()
-
     def _next(self) -> None:
         loop, interval = self.connection.loop, self.script.interval
-        if interval:
-            self.due += interval
-            self.timer = loop.call_at(self.due, self._write)
-        else:
-            self.timer = loop.call_soon(self._write)
+        self.due += interval
+        self.timer = (
+            loop.call_at(self.due, self._write) if interval else loop.call_soon(self._write)
+        )
 
     def _write(self) -> None:
         script = self.script
@@ -192,10 +183,8 @@ class Stream:
         # What comes at once comes in one read, however busy the machine is.
         head = node_replies.STREAM_HEAD if script.burst >= script.tokens else b""
         if script.stamped:
-            data = node_replies.http_chunk(
-                begin + node_replies.stamped_token(time.monotonic_ns() // 1000)
-            )
-            count = 1
+            stamped = node_replies.stamped_token(time.monotonic_ns() // 1000)
+            data, count = node_replies.http_chunk(begin + stamped), 1
         else:
             count = min(script.burst, script.tokens - self.sent)
             data = _run(begin, self.sent % len(node_replies.TOKENS), count)
@@ -214,16 +203,12 @@ _EMBEDDING = node_replies.plain_response(node_replies.EMBEDDING)
 _FINAL = node_replies.http_chunk(node_replies.FINAL)
 _END = _FINAL + node_replies.http_chunk(node_replies.DONE) + node_replies.END_OF_BODY
 _USAGE_END = _FINAL + node_replies.http_chunk(node_replies.USAGE) + _END.removeprefix(_FINAL)
-_RUNS: dict[tuple[bytes, int, int], bytes] = {}
 
 
+@functools.cache
 def _run(begin: bytes, first: int, count: int) -> bytes:
     """`count` tokens from `first` on, a chunk each; the real server puts its role delta, `begin`,
     into the chunk of the first token. There are few different runs, so they are kept.
     """
-    run = _RUNS.get((begin, first, count))
-    if run is None:
-        tokens = [node_replies.token(first + i) for i in range(count)]
-        run = b"".join(map(node_replies.http_chunk, (begin + tokens[0], *tokens[1:])))
-        _RUNS[begin, first, count] = run
-    return run
+    tokens = [node_replies.token(first + i) for i in range(count)]
+    return b"".join(map(node_replies.http_chunk, (begin + tokens[0], *tokens[1:])))

@@ -84,15 +84,13 @@ async def streams(
     """Run `number` streams at once, started over `ramp` seconds."""
     length = node_replies.stamped_length(tokens)
     load = Load(address, chat(stream=True), length, crc=True, connection=StampedConnection)
-    await load.connect(number)
-    task = asyncio.create_task(load.run(FOREVER, FOREVER, spread=ramp))
-    try:
-        await asyncio.sleep(ramp)
-        yield Streams(load)
-    finally:
-        task.cancel()
-        await load.close()
-        await asyncio.sleep(0.2)
+    async with load.connected(number):
+        task = asyncio.create_task(load.run(FOREVER, FOREVER, spread=ramp))
+        try:
+            await asyncio.sleep(ramp)
+            yield Streams(load)
+        finally:
+            task.cancel()
 
 
 @dataclass(slots=True)

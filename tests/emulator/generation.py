@@ -10,7 +10,7 @@ from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 
 from tests.emulator.apis import APIS, Answer, Api, ResponseState
-from tests.emulator.apis.answer import data_event, to_json
+from tests.emulator.apis import data_event, to_json
 from tests.emulator.compute import BatchWriter, Compute
 from tests.emulator.language_model import BEGIN_TOKEN, count_tokens, next_words, tokenize
 from tests.emulator.prompt_cache import TOKEN_BYTES, Tokens, pack

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tests.emulator.apis.sampling import SAMPLING
+from tests.emulator.apis import SAMPLING
 from tests.emulator.embeddings import EMBEDDING_SIZE
 from tests.emulator.language_model import BEGIN_TOKEN, count_tokens, detokenize, tokenize
 from tests.emulator.request_body import RefusedError, chat_prompt, messages_prompt

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from gateway.local.server import claim_port, claimed_port
 from tests.emulator import embeddings, info_endpoints
-from tests.emulator.apis.answer import to_json
+from tests.emulator.apis import to_json
 from tests.emulator.compute import Compute
 from tests.emulator.connection import Connection, ReceivedRequest
 from tests.emulator.faults import FaultPlan

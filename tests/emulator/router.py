@@ -24,7 +24,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 from urllib.parse import parse_qs
 
 from tests.emulator import info_endpoints
-from tests.emulator.apis.answer import data_event, to_json
+from tests.emulator.apis import data_event, to_json
 from tests.emulator.connection import Connection, ReceivedRequest
 from tests.emulator.node import SLOT_PATHS, EmulatedNode
 from tests.emulator.request_body import RefusedError, bad_request, read_json

@@ -39,10 +39,6 @@ class Speed:
         """Seconds from one token of a slot to its next while `busy` slots decode."""
         return 1 / self.decode + self.step * (busy - 1)
 
-    def scaled(self, scale: float) -> Speed:
-        """The same node, `scale` times as fast."""
-        return Speed(self.prefill * scale, self.decode * scale, self.step / scale)
-
 
 # One more slot makes a token a tenth slower: on a CPU it waits for memory, not for arithmetic.
 FAST = Speed(prefill=600, decode=40, step=0.1 / 40)
@@ -57,21 +53,22 @@ def answer_tokens(prompt: str) -> int:
 
 @asynccontextmanager
 async def nodes(
-    fleet: Sequence[Speed], scale: float, clock: Callable[[], float] = time.monotonic
+    fleet: Sequence[Speed] = FLEET,
+    scale: float = 1.0,
+    clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[list[EmulatedNode]]:
     """The nodes of a fleet, `scale` times as fast, in this process."""
     async with AsyncExitStack() as stack:
         started = []
         for speed in fleet:
-            fast = speed.scaled(scale)
             node = EmulatedNode(
                 slots=SLOTS,
                 context=CONTEXT,
                 context_train=CONTEXT,
                 model=MODEL,
-                prefill_tps=fast.prefill,
-                decode_tps=fast.decode,
-                decode_step=fast.step,
+                prefill_tps=speed.prefill * scale,
+                decode_tps=speed.decode * scale,
+                decode_step=speed.step / scale,
                 answer_tokens=answer_tokens,
                 batch=BATCH,
                 prefill_stalls=True,
@@ -108,25 +105,16 @@ def _gateway(*words: str, policy: str | None = None) -> Target:
 
 
 def _nginx(binary: str, plan: Plan) -> list[str]:
-    return nginx(
-        binary,
-        plan,
-        http="  client_body_buffer_size 1m;",
-        server="""    proxy_set_header Connection close;
-    proxy_buffering off;""",
-    )
+    server = "proxy_set_header Connection close; proxy_buffering off;"
+    return nginx(binary, plan, http="client_body_buffer_size 1m;", server=server)
 
 
 def _haproxy(binary: str, plan: Plan) -> list[str]:
-    return haproxy(
-        binary,
-        plan,
-        defaults="""  option http-server-close
-  timeout queue 1h""",
-        server=f"maxconn {SLOTS}",
-    )
+    defaults = "  option http-server-close\n  timeout queue 1h"
+    return haproxy(binary, plan, defaults=defaults, server=f"maxconn {SLOTS}")
 
 
+_HAPROXY = replace(TARGETS["haproxy"], command=_haproxy)
 _POLICIES = ("least_loaded", "round_robin", "prefix_hash")
 
 FRONTS = {
@@ -135,16 +123,9 @@ FRONTS = {
         Front("gateway", "gateway, lengths known", _gateway()),
         Front("gateway-unknown", "gateway, lengths unknown", _gateway(), known=False),
         Front("nginx", "nginx least_conn", replace(TARGETS["nginx"], command=_nginx)),
-        Front(
-            "haproxy",
-            f"HAProxy leastconn, maxconn {SLOTS}",
-            replace(TARGETS["haproxy"], command=_haproxy),
-        ),
+        Front("haproxy", f"HAProxy leastconn, maxconn {SLOTS}", _HAPROXY),
         Front("edges", f"gateway with {EDGES} edges", _gateway("--edges", str(EDGES))),
-        *(
-            Front(policy, f"gateway, policy {policy}", _gateway(policy=policy))
-            for policy in _POLICIES
-        ),
+        *(Front(one, f"gateway, policy {one}", _gateway(policy=one)) for one in _POLICIES),
     )
 }
 OURS = ("gateway", "gateway-unknown")
