@@ -50,7 +50,6 @@ SLOTS = 512  # slots of each node, at least: enough that no request waits in the
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the benchmark; the exit status."""
     options, scenarios, sizes = _parse(words)
     progress = Console(stderr=True, highlight=False, soft_wrap=True)
     names = machine.installed(TARGETS, options.targets, list(TARGETS), progress)
@@ -109,8 +108,6 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[Scenario], Si
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
-    """What is measured, how often, and on which core the proxy runs."""
-
     scenarios: Sequence[Scenario]
     targets: Sequence[Target]
     sizes: Sizes
@@ -120,7 +117,6 @@ class Run:
     progress: Console
 
     async def samples(self) -> list[Sample]:
-        """Measure. Each sample starts its target anew; no other target runs meanwhile."""
         taken: list[Sample] = []
         slots = max(SLOTS, *(2 * count // NODES for count in self.sizes.many))
         gc.disable()  # a collection in this process would count as a delay

@@ -93,8 +93,7 @@ counted."""
 TIMER_DEFAULTS = {
     "gateway.store.store": ("Store", "check_seconds", "look_seconds"),
     "gateway.transport.connection": ("TurnLimit", "seconds"),
-}
-"""The same, of constants that are the defaults of a class."""
+}  # the same, of constants that are the defaults of a class
 SHORTEST_STOPPED = 0.1  # seconds from which on sleeps and time limits never end
 STOP_CLOCKS = f"""
 import asyncio, contextlib, importlib, signal, sys
@@ -184,11 +183,9 @@ class Subject:
 
     @property
     def traced_share(self) -> float:
-        """The share of its requests that are traced."""
         return TELEMETRY.get(self.caller, 0.0)
 
     def launcher(self) -> str:
-        """The program of a gateway whose requests are counted."""
         if not self.traced_share:
             return STOP_CLOCKS + LAUNCH
         traces = min(250, round(RATE * TRACE_SECONDS * self.traced_share))
@@ -257,7 +254,6 @@ OF_LOOP = ", event loop's thread"
 
 
 def main() -> int:
-    """Count the instructions; the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -345,8 +341,6 @@ async def count(
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A gateway that runs under callgrind, and its node."""
-
     address: Address
     node: Upstream
     process: subprocess.Popen[bytes]
@@ -437,7 +431,6 @@ async def _count_request(load: Load, served: Served, requests: int) -> Instructi
 
 
 async def _count_chunk(subject: Subject, served: Served) -> Instructions:
-    """Instructions for each chunk of a stream that comes chunk by chunk."""
     found = []
     for tokens in (TOKENS, LONG_TOKENS):
         served.node.script = Script(tokens, interval=0.0, held=True)
@@ -468,7 +461,6 @@ async def _least(load: Load, served: Served, requests: int) -> Instructions:
 
 
 async def _count_idle(load: Load, served: Served) -> Instructions:
-    """Instructions a second of a gateway that has had some requests."""
     async with load.connected(1):
         await load.run(WARM_UP, LIMIT)
     await asyncio.sleep(SETTLE_SECONDS)
@@ -480,7 +472,6 @@ async def _count_idle(load: Load, served: Served) -> Instructions:
 
 
 async def _dumped(served: Served) -> Instructions:
-    """Instructions since the counters were set to zero."""
     before = set(served.folder.glob("counted*"))
     await _control("--dump", served.process.pid)
     return instructions_of(set(served.folder.glob("counted*")) - before)

@@ -27,8 +27,6 @@ CONNECTING_AT_ONCE = 64
 
 @dataclass(slots=True)
 class Outcome:
-    """The results of a load's requests."""
-
     completed: int = 0
     errors: int = 0
     first_error: str = ""

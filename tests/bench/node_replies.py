@@ -37,17 +37,14 @@ _TIMINGS = {
 
 
 def compact(value: object) -> bytes:
-    """JSON without spaces, as llama.cpp writes it."""
     return json.dumps(value, separators=(",", ":")).encode()
 
 
 def http_chunk(body: bytes) -> bytes:
-    """One HTTP/1.1 chunk."""
     return b"%x\r\n%b\r\n" % (len(body), body)
 
 
 def plain_response(body: bytes, status: str = "200 OK") -> bytes:
-    """A plain response with its head."""
     return (
         f"HTTP/1.1 {status}\r\nServer: llama.cpp\r\nAccess-Control-Allow-Origin: \r\n"
         f"Content-Type: application/json; charset=utf-8\r\nContent-Length: {len(body)}\r\n"

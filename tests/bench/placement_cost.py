@@ -108,7 +108,6 @@ def small_fleet(rounds: int) -> float:
 
 
 def main() -> None:
-    """Print the figures."""
     fleet = LoadedFleet(NODES, WAITING)
     taken = sorted(fleet.step() for _ in range(STEPS))
     print(

@@ -24,8 +24,6 @@ Verdict = Literal["aim", "must", "MISS", "not measured"]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One measurement of one target; with errors it is invalid and counts in no figure."""
-
     scenario: str
     target: str
     round: int
@@ -36,12 +34,9 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """The samples of one run of the benchmark."""
-
     samples: Sequence[Sample]
 
     def invalid(self) -> list[Sample]:
-        """Samples with errors."""
         return [sample for sample in self.samples if sample.errors]
 
     def rounds(self, scenario: str, target: str, figure: str) -> dict[int, float]:
@@ -209,7 +204,6 @@ def tables(results: Results, scenarios: Sequence[Scenario], targets: Sequence[st
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 

@@ -64,7 +64,6 @@ class Measurement:
 
 @asynccontextmanager
 async def measuring(subject: RunningTarget) -> AsyncIterator[Measurement]:
-    """Measure the body of the `async with`."""
     measured = Measurement()
     if subject.turns is not None:
         subject.turns.take()  # those of its start
@@ -124,12 +123,10 @@ class Scenario:
     run: Callable[[RunningTarget, Sizes], Awaitable[Result]]
     fits: Callable[[str], bool] = lambda _: True
     """Whether it is measured for a target, by the target's name."""
-    watches_turns: bool = False
-    """Whether the turns of the gateway's event loop are measured, too."""
+    watches_turns: bool = False  # whether the turns of the gateway's event loop are measured, too
 
 
 def post(path: str, body: bytes) -> bytes:
-    """The bytes of a POST request."""
     return (
         f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nUser-Agent: bench\r\nAccept: */*\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -137,7 +134,6 @@ def post(path: str, body: bytes) -> bytes:
 
 
 def chat(*, stream: bool) -> bytes:
-    """A chat request of ordinary size."""
     messages = [
         {"role": "system", "content": "You are a helpful assistant. Answer briefly."},
         {"role": "user", "content": "Name the instruments of a string quartet, one by one."},
@@ -154,13 +150,11 @@ def plain_load(address: Address) -> Load:
 
 
 def stream_load(address: Address, tokens: int) -> Load:
-    """Chat streams of `tokens` content events."""
     body = node_replies.stream_body(tokens)
     return Load(address, chat(stream=True), len(body), crc32(body))
 
 
 def chat_load(address: Address, tokens: int) -> Load:
-    """Plain chats of `tokens` tokens."""
     answers = type("Answers", (ChatConnection,), {"tokens": tokens})
     return Load(address, chat(stream=False), connection=answers)
 

@@ -36,8 +36,6 @@ class TargetError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The folder, port and upstreams that a target is configured with."""
-
     folder: Path
     port: int
     upstreams: tuple[int, ...]
@@ -148,7 +146,6 @@ def _gateway_program() -> str | None:
 
 
 def gateway(binary: str, plan: Plan, settings: Mapping[str, object]) -> list[str]:
-    """Configure this gateway with these settings."""
     nodes, config = plan.folder / "nodes.yaml", plan.folder / "gateway.yaml"
     fleet = [
         {"name": f"node{i}", "url": f"http://{HOST}:{n}"} for i, n in enumerate(plan.upstreams)

@@ -39,8 +39,6 @@ class Script:
 
 @dataclass(slots=True)
 class Counters:
-    """Counters over all ports of the node."""
-
     connections: int = 0
     requests: int = 0
 
@@ -81,8 +79,6 @@ class Upstream:
 
 
 class NodeConnection(asyncio.Protocol):
-    """One connection to the node."""
-
     def __init__(self, upstream: Upstream, loop: asyncio.AbstractEventLoop) -> None:
         self.upstream = upstream
         self.loop = loop
@@ -149,8 +145,6 @@ class NodeConnection(asyncio.Protocol):
 
 
 class Stream:
-    """One chat stream being written."""
-
     def __init__(self, connection: NodeConnection, script: Script, *, usage: bool) -> None:
         self.connection = connection
         self.script = script

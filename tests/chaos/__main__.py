@@ -12,10 +12,8 @@ from pathlib import Path
 from tests.bench.machine import commit
 from tests.chaos.run import RunReport, run_seed, running_testbed
 
-RUNS_PER_TESTBED = 50
-"""After this many, the servers and the gateway's process are started anew."""
-MOST_PRINTED = 10
-"""Violations of one run that are printed; the file of `--resume` has all of them."""
+RUNS_PER_TESTBED = 50  # after this many, the servers and the gateway's process are started anew
+MOST_PRINTED = 10  # violations of one run that are printed; the file of `--resume` has all of them
 
 
 def _options() -> argparse.Namespace:

@@ -18,8 +18,7 @@ from tests.known import known
 
 SMALL_BUFFER = 512
 """Bytes that a client keeps unread, and of a slow one's receive buffer (the kernel rounds up)."""
-SLOW_SECONDS = 3.0
-"""Seconds after which a slow client reads at full speed."""
+SLOW_SECONDS = 3.0  # seconds after which a slow client reads at full speed
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +27,8 @@ class ClientBehaviour:
 
     leaves_while: str | None = None
     """The stage in which it leaves: None, `sending` (half the body), `waiting` or `reading`."""
-    after: float = 0.0
-    """`waiting`: seconds after the request; `reading`: bytes of the response."""
-    pause: float = 0.0
-    """Seconds without reading after each read, during the first `SLOW_SECONDS`."""
+    after: float = 0.0  # `waiting`: seconds after the request; `reading`: bytes of the response
+    pause: float = 0.0  # seconds without reading after each read, during the first `SLOW_SECONDS`
 
 
 READS_TO_END = ClientBehaviour()
@@ -39,15 +36,12 @@ READS_TO_END = ClientBehaviour()
 
 @dataclass(slots=True)
 class ReceivedResponse:
-    """The response to one request as its client received it."""
-
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
     body: bytearray = field(default_factory=bytearray)
     complete: bool = False  # by HTTP's framing
     left: bool = False  # the client left before the end
-    broke: str | None = None
-    """How the connection ended before the response did."""
+    broke: str | None = None  # how the connection ended before the response did
 
 
 class _Parsing:

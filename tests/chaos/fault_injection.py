@@ -27,14 +27,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "refuse": ("refuse", "accept"),
     "standing": ("set", "clear"),
     "loading": ("loading", "loading"),
-}
-"""The commands to an emulator by which a fault begins and ends."""
+}  # the commands to an emulator by which a fault begins and ends
 
 
 @dataclass(slots=True)
 class FaultInjector:
-    """Injects the faults of one run."""
-
     gateway: GatewayProcess
     admin: str
     folder: Path
@@ -168,7 +165,6 @@ class FaultInjector:
         return file.with_name(f"{file.name}.{self.gateway.pid}.new")
 
     async def _post_admin(self, path: str) -> bool:
-        """POST to the admin interface. Returns whether it succeeded."""
         with contextlib.suppress(httpx.HTTPError):
             async with httpx.AsyncClient(trust_env=False, verify=False, timeout=20) as client:
                 return (await client.post(f"{self.admin}{path}")).is_success

@@ -33,17 +33,13 @@ if TYPE_CHECKING:
     from gateway.events import AttemptEnded, RequestRecord
     from tests.gateways import Running
 
-ANSWER_LIMIT = 180.0
-"""Seconds within which the process must answer a command."""
+ANSWER_LIMIT = 180.0  # seconds within which the process must answer a command
 REQUEST_OBJECTS = (
     *("HttpExchange", "_HandledRequest", "InFlightRequest"),
     *("Attempt", "GrantedLease", "LeaseRecord", "ResponseStream"),
-)
-"""Classes of the gateway whose objects must not outlive their request."""
-MIN_POLLS, MAX_POLLS = 4, 40
-"""Polls, 50 ms apart, within which these objects must be gone."""
-MAX_REFERRERS = 60
-"""Lines in the report on what keeps one object alive."""
+)  # classes of the gateway whose objects must not outlive their request
+MIN_POLLS, MAX_POLLS = 4, 40  # polls, 50 ms apart, within which these objects must be gone
+MAX_REFERRERS = 60  # lines in the report on what keeps one object alive
 
 
 class GatewayProcess:
@@ -100,7 +96,6 @@ class GatewayWorker:
         self._loop_errors: list[str] = []
 
     def install_clock(self) -> None:
-        """Replace the wall clock."""
         seconds, nanoseconds = time.time, time.time_ns
         time.time = lambda: seconds() + self._offset
         time.time_ns = lambda: nanoseconds() + int(self._offset * 1e9)
@@ -108,7 +103,6 @@ class GatewayWorker:
     async def open(
         self, folder: str, nodes: list[dict[str, Any]], settings: dict[str, Any]
     ) -> dict[str, Any]:
-        """Start a gateway. Returns its URLs."""
         from gateway.events import AttemptEnded, RequestRecord
         from tests.gateways import running_gateway
 
@@ -176,7 +170,6 @@ class GatewayWorker:
         }
 
     async def shift_clock(self, seconds: float) -> dict[str, Any]:
-        """Let the wall clock jump."""
         self._offset += seconds
         return {}
 
@@ -235,7 +228,6 @@ async def _serve(worker: GatewayWorker) -> None:
 
 
 def main() -> None:
-    """Execute commands until the input ends."""
     worker = GatewayWorker()
     worker.install_clock()
     uvloop.run(_serve(worker))

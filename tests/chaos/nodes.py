@@ -23,8 +23,7 @@ from tests.known import known
 from tests.servers import spawn_demo_server, wait_for_demo_server
 
 START_LIMIT = 120.0
-RECOVERY_LIMIT = 60.0
-"""Seconds within which a node without faults must carry out a command."""
+RECOVERY_LIMIT = 60.0  # seconds within which a node without faults must carry out a command
 CONTEXT = 2048
 LOOPBACK = "127.0.0.1"
 
@@ -40,8 +39,7 @@ class ChaosNode(ABC):
         self.process: subprocess.Popen[bytes] | None = None
         self.files = ExitStack()  # that are open until its end
         self.url = ""
-        self.direct_url = ""
-        """Where it answers whatever the connection to `url` does."""
+        self.direct_url = ""  # where it answers whatever the connection to `url` does
         self.down = asyncio.Lock()
         """Held by a fault that takes down its listener or process, until it is back."""
 
@@ -68,7 +66,6 @@ class ChaosNode(ABC):
         return known(self.process).pid
 
     async def kill(self) -> None:
-        """Kill the process, as by kill -9."""
         known(self.process).kill()
         await asyncio.to_thread(known(self.process).wait)
 
@@ -78,7 +75,6 @@ class ChaosNode(ABC):
             await self.begin()
 
     async def recover(self) -> None:
-        """End all its faults."""
         await self.restart()
         os.kill(self.pid, signal.SIGCONT)
 

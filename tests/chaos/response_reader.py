@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-NAMED = {"/v1/messages", "/v1/responses"}
-"""APIs whose events have names, and no `[DONE]`."""
+NAMED = {"/v1/messages", "/v1/responses"}  # APIs whose events have names, and no `[DONE]`
 
 
 class CorruptResponse(AssertionError):  # noqa: N818 - an assertion like others
@@ -21,8 +20,6 @@ class CorruptResponse(AssertionError):  # noqa: N818 - an assertion like others
 
 @dataclass(slots=True)
 class ParsedResponse:
-    """The content of a response."""
-
     text: str = ""
     ends: int = 0
     starts: int = 0
@@ -152,7 +149,6 @@ def _output_text(response: dict[str, Any]) -> str:
 
 
 def read_plain(path: str, data: bytes) -> ParsedResponse:
-    """Parse a plain response. Raises: CorruptResponse."""
     try:
         value = json.loads(data)
     except ValueError:
@@ -172,7 +168,6 @@ def read_plain(path: str, data: bytes) -> ParsedResponse:
 
 
 def error_of(value: dict[str, Any]) -> dict[str, Any]:
-    """The error object. Raises: CorruptResponse."""
     error = value.get("error")
     if not isinstance(error, dict) or not error.get("message") or not error.get("type"):
         raise CorruptResponse(f"an error without message or type: {value}")

@@ -32,12 +32,9 @@ EMULATORS, SERVERS = 3, 2
 CLIENTS, REAL_CLIENTS = 14, 4
 PROBES = 4
 """Concurrent requests during recovery: fewer than there are slots, so that nodes stay idle."""
-AFTER_RECOVERY = ("probe", "check")
-"""Words in the ids of requests that are sent after the recovery."""
-CHECKS = 8
-"""Requests that must be answered after the recovery."""
-REQUEST_LIMIT = 30.0
-"""Seconds within which every request must end."""
+AFTER_RECOVERY = ("probe", "check")  # words in the ids of requests that are sent after the recovery
+CHECKS = 8  # requests that must be answered after the recovery
+REQUEST_LIMIT = 30.0  # seconds within which every request must end
 SLOW_REQUEST_LIMIT = 120.0
 """The same for clients whose kernel takes a kilobyte at a time; the gateway may end earlier."""
 READY_LIMIT = 90.0
@@ -47,10 +44,8 @@ GENEROUS_TIMEOUTS: dict[str, dict[str, Any]] = {
     "timeouts": {"connect": 20.0, "first_byte": 60.0, "silence": 60.0, "total": 90.0},
     "queue": {"max_wait": 60.0},
     "retries": {"wait_for_node": 60.0},
-}
-"""Timeouts after the recovery, which no machine is too slow for."""
-NO_DESCRIPTOR_LIMIT = 1 << 20
-"""More descriptors than any process has open."""
+}  # timeouts after the recovery, which no machine is too slow for
+NO_DESCRIPTOR_LIMIT = 1 << 20  # more descriptors than any process has open
 ALLOWED_GROWTH = 64 << 20
 """Bytes by which the gateway's resident memory may grow over all runs after the first."""
 
@@ -89,8 +84,6 @@ async def running_testbed(
 
 @dataclass(slots=True)
 class FinishedRequest:
-    """One request of the run, with its verdict and its times."""
-
     request_id: str
     request: WorkloadRequest
     verdict: Verdict
@@ -101,8 +94,6 @@ class FinishedRequest:
 
 @dataclass(slots=True)
 class RunReport:
-    """The result of one run, as it is recorded."""
-
     seed: int
     seconds: float
     violations: list[str] = field(default_factory=list)
@@ -112,14 +103,11 @@ class RunReport:
     attempts: dict[str, int] = field(default_factory=dict)
     rss: int = 0
     took: float = 0.0
-    waited: float = 0.0
-    """Seconds in which the gateway was runnable and other work had its core."""
+    waited: float = 0.0  # seconds in which the gateway was runnable and other work had its core
 
 
 @dataclass(slots=True)
 class ChaosRun:
-    """The run of one seed over a testbed."""
-
     testbed: ChaosTestbed
     seed: int
     seconds: float

@@ -32,8 +32,7 @@ SINGLE_REQUEST_FAULTS: list[dict[str, Any]] = [
     ),
     {"kind": "insert", "what": "not_json", "after_events": 0},
     {"kind": "insert", "what": "huge", "after_events": 0, "size": 2 << 20},
-]
-"""Faults of an emulated node for one or a few of its next requests."""
+]  # faults of an emulated node for one or a few of its next requests
 
 STANDING_FAULTS: list[dict[str, Any]] = [
     *({"kind": "status", "status": status} for status in (500, 503, 429)),
@@ -41,8 +40,7 @@ STANDING_FAULTS: list[dict[str, Any]] = [
     {"kind": "reset"},
     {"kind": "close", "after_events": 3},
     {"kind": "stale"},
-]
-"""Faults of an emulated node for all its requests during a time."""
+]  # faults of an emulated node for all its requests during a time
 
 LINK_FAULTS = ("reset", "silence", "half", "half, then reset", "garbage", "trickle")
 EMULATOR_FAULTS = ("once", "standing", "kill", "process", "stop", "loading", "refuse")

@@ -37,10 +37,8 @@ from tests.chaos.trend import trend
 from tests.known import known
 
 NODES, SLOTS = 20, 256  # slow readers keep their slots for minutes
-TOKENS = 1500
-"""Tokens of a stream: 280 kB, more than the kernel's buffers take."""
-REQUEST_LIMIT = 30.0
-"""Seconds after which a healthy client's request is lost."""
+TOKENS = 1500  # tokens of a stream: 280 kB, more than the kernel's buffers take
+REQUEST_LIMIT = 30.0  # seconds after which a healthy client's request is lost
 PERIOD = 0.2  # seconds from one request of a healthy client to its next
 FILES_BESIDE = 2000
 CORE = 0  # that the gateway runs on
@@ -48,12 +46,9 @@ CORE = 0  # that the gateway runs on
 
 @dataclass(slots=True)
 class HealthyTotals:
-    """What the healthy clients have seen in one phase."""
-
     delays: list[float] = field(default_factory=list)
     """Milliseconds of each request, from the connection's beginning if it is new."""
-    streams: int = 0
-    """How many of them were streams, read to their end."""
+    streams: int = 0  # how many of them were streams, read to their end
     lost: Counter[str] = field(default_factory=Counter)
     """Requests without the right response, by what came instead."""
 
@@ -102,7 +97,6 @@ class HealthyClient:
             await asyncio.sleep(max(0.0, began + PERIOD - time.monotonic()))
 
     async def _request(self, *, stream: bool, new: bool) -> str:
-        """Send one request; what is wrong with its response, or nothing."""
         if new:
             self.close()
         reader, writer = self._kept = self._kept or await asyncio.open_connection(
@@ -120,7 +114,6 @@ class HealthyClient:
         return "" if body == node_replies.EMBEDDING else "wrong body"
 
     def close(self) -> None:
-        """Close the kept connection."""
         if self._kept is not None:
             self._kept[1].transport.abort()
             self._kept = None
@@ -128,8 +121,6 @@ class HealthyClient:
 
 @dataclass(slots=True)
 class SlowClients:
-    """One run: its options and its measurements."""
-
     options: argparse.Namespace
     alone: HealthyTotals = field(default_factory=HealthyTotals)
     beside: HealthyTotals = field(default_factory=HealthyTotals)
@@ -234,7 +225,6 @@ class SlowClients:
 
 
 def options_of(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of a command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.slow_clients", description=__doc__)
     add = parser.add_argument
     add("--minutes", type=float, default=5.0, help="after all have connected")

@@ -24,22 +24,17 @@ from tests.bench.scenarios import chat, post
 
 KINDS = ("head", "body", "read")
 BODY_BYTES, BODY_STEP = 1_000_000, 100
-RECEIVE_BUFFER = 2048
-"""Bytes of a slow reader's socket buffer, which the kernel doubles."""
-BACK_AFTER = 1.0
-"""Seconds until a client that was disconnected or refused connects again."""
+RECEIVE_BUFFER = 2048  # bytes of a slow reader's socket buffer, which the kernel doubles
+BACK_AFTER = 1.0  # seconds until a client that was disconnected or refused connects again
 _BIND_ADDRESS_NO_PORT = 24
 """Linux's IP_BIND_ADDRESS_NO_PORT: the port is chosen when connecting, among those of that pair."""
 
 
 @dataclass(slots=True)
 class CrowdTotals:
-    """What the crowd has seen so far."""
-
     open: int = 0  # connections
     connected: int = 0
-    not_connected: int = 0
-    """Attempts to connect that failed."""
+    not_connected: int = 0  # attempts to connect that failed
     statuses: dict[str, int] = field(default_factory=dict)
     """Responses by kind and status, as `head 408`."""
     bytes_read: int = 0
@@ -63,8 +58,6 @@ def _source(number: int) -> str:
 
 
 class Crowd:
-    """All slow clients."""
-
     def __init__(self, options: CrowdOptions) -> None:
         self._options = options
         self._rng = random.Random(7)
@@ -132,7 +125,6 @@ class Crowd:
 
 
 def _pieces(kind: str) -> Iterator[bytes]:
-    """What such a client sends, one after the other."""
     request = chat(stream=True)
     if kind == "head":
         yield request[:20]
@@ -182,7 +174,6 @@ class CrowdProcess:
         return self.totals
 
     def stop(self) -> None:
-        """Disconnect all of them."""
         with suppress(OSError):
             self._pipe.send("stop")
         self._process.join(30)

@@ -34,11 +34,9 @@ from tests.chaos.trend import trend
 from tests.known import known
 
 NODES, SLOTS = 20, 128  # more slots than it gets streams
-BUCKET_MS = 0.25
-"""Milliseconds to which delays are rounded up."""
+BUCKET_MS = 0.25  # milliseconds to which delays are rounded up
 CORE = 0  # that the gateway runs on
-TOKEN_BYTES = 18
-"""Bytes of text in one stamped token."""
+TOKEN_BYTES = 18  # bytes of text in one stamped token
 FOREVER = 10**9
 PANELS = (
     ("resident memory, MB", ("rss_mb", "text_mb")),
@@ -51,7 +49,6 @@ class Delays(Counter[int]):
     """How many events had which age on arrival, in buckets."""
 
     def quantile(self, share: float) -> float:
-        """The quantile in milliseconds."""
         left = share * self.total()
         for bucket in sorted(self):
             left -= self[bucket]
@@ -121,16 +118,12 @@ class ShortRequests:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One sample of the gateway's process."""
-
     seconds: float
     rss_mb: float
-    text_mb: float
-    """Text in the transcripts, which the gateway keeps to resume streams elsewhere."""
+    text_mb: float  # text in the transcripts, which the gateway keeps to resume streams elsewhere
     descriptors: int
     p50_ms: float
-    p99_ms: float
-    """Delays of the events since the last sample."""
+    p99_ms: float  # delays of the events since the last sample
     waited: float
     """Seconds since then in which the gateway was runnable and other work had its core."""
 
@@ -141,13 +134,10 @@ class Sample:
 
 @dataclass(slots=True)
 class Soak:
-    """One soak: its options and its measurements."""
-
     options: argparse.Namespace
     samples: list[Sample] = field(default_factory=list)
     delays: Delays = field(default_factory=Delays)
-    alone: Delays = field(default_factory=Delays)
-    """Delays without the gateway."""
+    alone: Delays = field(default_factory=Delays)  # delays without the gateway
     rss_before_mb: float = 0.0
 
     async def run(self) -> int:
@@ -243,7 +233,6 @@ class Soak:
         return 0 if flat and not figures["failures"] else 1
 
     def _draw(self, path: Path) -> None:
-        """Write a plot; the file's suffix decides the format."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 

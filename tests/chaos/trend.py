@@ -15,8 +15,7 @@ class Trend:
     slope: float
     """Growth of the value in a second: the Theil-Sen estimator, which ignores single spikes."""
     median: float
-    seconds: float
-    """Time that the line spans."""
+    seconds: float  # time that the line spans
 
     def is_flat(self, *, share: float, least: float) -> bool:
         """Whether it grows by at most `share` of its median, or by at most `least`."""

@@ -22,8 +22,7 @@ ALLOWED_REASONS = {
     502: {"node_failed"},
     503: {"no_node", "queue_timeout", "starting"},
     504: {"node_timeout"},
-}
-"""Statuses that faults around the gateway may cause, with their `X-Gateway-Reason`."""
+}  # statuses that faults around the gateway may cause, with their `X-Gateway-Reason`
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +33,7 @@ class Verdict:
     """`whole`, `left`, `broke` (before the first byte), `cut`, `splice` (other text after a
     resume), `corrupt`, `error <status>` or `event <code>`."""
     problem: str | None = None
-    status: int = 0
-    """The status that the gateway should have recorded; 0: not known."""
+    status: int = 0  # the status that the gateway should have recorded; 0: not known
 
 
 def judge(request: WorkloadRequest, response: ReceivedResponse) -> Verdict:

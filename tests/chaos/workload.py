@@ -17,26 +17,21 @@ MAX_TOKENS_FIELDS: dict[str, str] = {
     "/v1/messages": "max_tokens",
     "/v1/responses": "max_output_tokens",
     "/completion": "n_predict",
-}
-"""Generating paths, each with the field that limits the answer's tokens."""
+}  # generating paths, each with the field that limits the answer's tokens
 REAL_PROMPTS = (
     ("hello there", 20),
     ("what is a river", 60),
     ("tell me of the stones in the water and of the wind", 150),
     ("count the words that follow this", 300),
     ("the quick brown fox jumps over the lazy dog, and then again it does", 500),
-)
-"""Prompts for real servers, and the tokens of their answers."""
+)  # prompts for real servers, and the tokens of their answers
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadRequest:
-    """One request and its expected answer."""
-
     path: str
     body: dict[str, Any]
-    text: str
-    """Text of the complete answer; empty for an embedding."""
+    text: str  # text of the complete answer; empty for an embedding
     tokens: int = 0
     vector: tuple[float, ...] = ()
     real: bool = False

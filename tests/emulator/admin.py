@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 
 async def serve_commands(node: EmulatedNode) -> str:
-    """Execute commands for this node from now on; returns where."""
-
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         answer = {}
         with contextlib.suppress(OSError):

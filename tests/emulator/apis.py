@@ -25,8 +25,7 @@ SAMPLING: dict[str, Any] = {
     "stream": False,
     "grammar": "",
     "samplers": ["penalties", "dry", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
-}
-"""Some of the four dozen sampling settings of `/props` and of the end of a native answer."""
+}  # some of the four dozen sampling settings of `/props` and of the end of a native answer
 
 to_json = msgspec.json.encode
 
@@ -109,13 +108,15 @@ class Api(ABC):
     def __init__(self, state: ResponseState) -> None:
         self.state = state
         self.id = state.new_id("chatcmpl-")  # whatever the API
+        # In the order of the real server, as is all that comes in streams.
+        fixed = {"created": state.created, "model": state.model}
+        self.about = {**fixed, "system_fingerprint": "b0-unknown"}
 
     def head(self) -> list[bytes]:
         """Events that come with the head, before the prefill."""
         return []
 
     def progress(self, answer: Answer, processed: int, seconds: float) -> list[bytes]:
-        """Events with the progress of the prefill."""
         return []
 
     def start(self, answer: Answer) -> list[bytes]:
@@ -129,7 +130,6 @@ class Api(ABC):
     def finish(self, answer: Answer) -> list[bytes]: ...
 
     def end(self) -> list[bytes]:
-        """Events after all answers."""
         return []
 
     @abstractmethod
@@ -152,14 +152,8 @@ class Chat(Api):
 
     def __init__(self, state: ResponseState) -> None:
         super().__init__(state)
-        # In the order of the real server, as is all that comes in streams.
-        self.common = {
-            "created": state.created,
-            "id": self.id,
-            "model": state.model,
-            "system_fingerprint": "b0-unknown",
-            "object": "chat.completion.chunk",
-        }
+        first = {"created": state.created, "id": self.id}
+        self.common = {**first, **self.about, "object": "chat.completion.chunk"}
         # There are many deltas: all but the word is encoded once.
         self._tail = b"}}]," + to_json(self.common)[1:] + b"\n\n"
 
@@ -210,8 +204,8 @@ class Chat(Api):
             for answer in self.state.answers
         ]
         timings = self.state.answers[0].timings()
-        figures = {"usage": self.state.usage(), "timings": timings}
-        return {"choices": choices, **self.common, "object": "chat.completion", **figures}
+        last = {"usage": self.state.usage(), "id": self.id, "timings": timings}
+        return {"choices": choices, **self.about, "object": "chat.completion", **last}
 
 
 class Completions(Api):
@@ -219,27 +213,22 @@ class Completions(Api):
 
     def __init__(self, state: ResponseState) -> None:
         super().__init__(state)
-        self.common = {
-            "created": state.created,
-            "model": state.model,
-            "system_fingerprint": "b0-unknown",
-            "object": "text_completion",
-            "id": self.id,
-        }
+        self.common = {**self.about, "object": "text_completion"}
 
     def _choice(self, index: int, text: str, finish: str | None) -> dict[str, Any]:
         return {"text": text, "index": index, "logprobs": None, "finish_reason": finish}
 
     def _done(self, choices: list[dict[str, Any]], answer: Answer) -> dict[str, Any]:
-        figures = {"usage": self.state.usage(), "timings": answer.timings()}
-        return {"choices": choices, **self.common, **figures}
+        last = {"usage": self.state.usage(), "id": self.id, "timings": answer.timings()}
+        return {"choices": choices, **self.common, **last}
 
     def head(self) -> list[bytes]:
         return self.null_for_many_prompts()
 
     def _delta(self, answer: Answer, text: str, **more: Any) -> bytes:
         choices = [self._choice(answer.index, text, None)]
-        return data_event({"choices": choices, **self.common, **more, **self.timed(answer)})
+        last = {"id": self.id, **more, **self.timed(answer)}
+        return data_event({"choices": choices, **self.common, **last})
 
     def progress(self, answer: Answer, processed: int, seconds: float) -> list[bytes]:
         return [self._delta(answer, "", **answer.progress(processed, seconds))]
@@ -369,7 +358,6 @@ class Native(Api):
 
 
 def _selected(whole: dict[str, Any], paths: tuple[str, ...]) -> dict[str, Any]:
-    """The values at these paths, of those that there are."""
     found: dict[str, Any] = {}
     for path in paths:
         value: Any = whole

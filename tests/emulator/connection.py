@@ -7,11 +7,12 @@ import socket
 import struct
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import httptools
 
 if TYPE_CHECKING:
+    from tests.emulator.node import EmulatedNode
     from tests.emulator.response import Response
 
 _BODY_LIMIT = 64 << 20  # bytes
@@ -41,20 +42,10 @@ class _Incoming:
     body: bytearray = field(default_factory=bytearray)
 
 
-class ConnectionOwner(Protocol):
-    """The node: it counts its connections and handles their requests."""
-
-    keepalive_seconds: float
-
-    def connection_opened(self, connection: Connection) -> None: ...
-    def connection_closed(self, connection: Connection) -> None: ...
-    def handle(self, connection: Connection, request: ReceivedRequest) -> None: ...
-
-
 class Connection(asyncio.Protocol):
     """Reads requests one after the other; `host.handle` answers each, then calls `finished`."""
 
-    def __init__(self, host: ConnectionOwner) -> None:
+    def __init__(self, host: EmulatedNode) -> None:
         self.host = host
         self.served = 0  # requests begun
         self.gone = False
@@ -71,7 +62,8 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's class is no subclass
-        self.host.connection_opened(self)
+        self.host.open_connections.add(self)
+        self.host.connections_opened += 1
         self._start_idle_timer()
 
     def data_received(self, data: bytes) -> None:
@@ -85,7 +77,7 @@ class Connection(asyncio.Protocol):
         self.gone = True
         self._stop_idle_timer()
         self._resume()
-        self.host.connection_closed(self)
+        self.host.open_connections.discard(self)
         if self.task is not None and self.response is not None and self.response.interruptible:
             self.task.cancel()
 
@@ -152,7 +144,6 @@ class Connection(asyncio.Protocol):
         self._transport.abort()
 
     def finished(self, response: Response) -> None:
-        """The response has been written, or has failed."""
         self.task = self.response = None
         if response.closing:
             self.close()

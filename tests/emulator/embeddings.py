@@ -17,7 +17,6 @@ EMBEDDING_SIZE = 16
 
 
 def expected_embedding(text: str) -> list[float]:
-    """The embedding of a text: a unit vector."""
     numbers = random.Random(crc32(text.encode(errors="replace")))
     vector = [numbers.uniform(-1, 1) for _ in range(EMBEDDING_SIZE)]
     norm = math.sqrt(sum(x * x for x in vector))

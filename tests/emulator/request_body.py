@@ -15,8 +15,6 @@ END = "<|eot|>\n"
 
 
 class RefusedError(Exception):
-    """An error response in the server's form."""
-
     def __init__(self, status: int, kind: str, message: str, **extra: int) -> None:
         super().__init__(message)
         self.status = status
@@ -72,12 +70,10 @@ def open_answer_tokens(prompt: str) -> int:
 
 
 def expected_chat_text(messages: list[dict[str, Any]], n: int) -> str:
-    """A node's answer of `n` tokens to a chat."""
     return expected_text(render_chat(messages), n)
 
 
 def read_generation_request(api: ApiName, body: dict[str, Any], slots: int) -> GenerationRequest:
-    """Checks and reads a body of one API. Raises `RefusedError`."""
     prompts = _PROMPTS[api](body)
     copies = int(body.get("n") or 1)
     if api == "chat" and not 1 <= copies <= slots:

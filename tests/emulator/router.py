@@ -33,12 +33,9 @@ from tests.emulator.routed_model import HostMemory, ModelFile, ModelState, Route
 
 UNLOAD_GRACE = 10.0
 """Seconds after which a model that is to be unloaded is killed, with its requests."""
-END_SECONDS = 0.05
-"""Seconds that a server takes to end."""
-READING = 0.8
-"""The share of a load in which the file is read; the rest is told by no progress."""
-STEPS = 4
-"""Progress events of a load after the first."""
+END_SECONDS = 0.05  # seconds that a server takes to end
+READING = 0.8  # the share of a load in which the file is read; the rest is told by no progress
+STEPS = 4  # progress events of a load after the first
 
 Refusal = Literal["unnamed", "unknown", "failed"]
 R = TypeVar("R", bound=Response)
@@ -178,7 +175,6 @@ class EmulatedRouter(EmulatedNode):
         return to_json({"data": data, "object": "list"})
 
     def _find(self, name: str) -> RoutedModel | None:
-        """The model of this name or alias."""
         if name in self.models:
             return self.models[name]
         return next((m for m in self.models.values() if name in m.node.aliases), None)
@@ -316,7 +312,6 @@ class EmulatedRouter(EmulatedNode):
         return lives if model.file.readable else 1e-3
 
     async def _watch_sleep(self, model: RoutedModel) -> None:
-        """Tells when a model falls asleep and wakes."""
         node = model.node
         while True:
             while not node.sleeping:
@@ -407,13 +402,11 @@ class EmulatedRouter(EmulatedNode):
         self._changed = asyncio.Event()
 
     async def _change(self) -> None:
-        """Waits until a model's state or its requests have changed."""
         await self._changed.wait()
 
     # Events.
 
     async def _follow(self, connection: Connection, response: Response) -> None:
-        """Tells a follower of all events from now on."""
         queue: asyncio.Queue[bytes] = asyncio.Queue()
         self._followers.add(queue)
         try:

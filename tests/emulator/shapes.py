@@ -13,7 +13,6 @@ HEADERS = {"content-type", "connection", "keep-alive", "transfer-encoding", "ser
 
 
 def shape(value: Any) -> Any:
-    """The shape of a value: its names and types."""
     if isinstance(value, dict):
         return {k: ... if k in SET_ASIDE else shape(v) for k, v in value.items()}
     if isinstance(value, list):

@@ -128,7 +128,6 @@ class SlotPool:
             raise PoolFullError
 
     def cached(self, slot: Slot, prompt: Tokens) -> int:
-        """Tokens of a prompt that a slot has cached."""
         return reusable(slot.contents, prompt) if self.cache is not None and prompt else 0
 
     def clear_prompts(self) -> None:

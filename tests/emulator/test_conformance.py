@@ -227,8 +227,7 @@ async def cached_beside(url: str) -> float:
     return float(timings["cache_n"] / (timings["cache_n"] + timings["prompt_n"]))
 
 
-LONG = 30_000
-"""Tokens that take any server longer than the other request takes."""
+LONG = 30_000  # tokens that take any server longer than the other request takes
 
 
 @pytest.mark.parametrize("memory", [True, False])

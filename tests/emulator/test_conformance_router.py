@@ -80,8 +80,6 @@ async def values(client: httpx.AsyncClient) -> dict[str, str]:
 
 
 async def shows(client: httpx.AsyncClient, name: str, value: str) -> None:
-    """Wait until a router shows this value of a model."""
-
     async def shown() -> bool | None:
         return (await values(client))[name] == value or None
 
@@ -186,7 +184,6 @@ async def test_followers_are_told_alike(real: DemoServer) -> None:
 
 
 async def kill_server(real: DemoServer, emulated: EmulatedRouter | None, name: str) -> None:
-    """Kill the server of a model, the only one."""
     if emulated is not None:
         await emulated.kill_model(name)
         return

@@ -199,7 +199,6 @@ async def test_a_server_that_loads_its_model_says_so_on_every_path() -> None:
 async def look_while_loading(
     url: str, paths: tuple[str, ...], seen: dict[str, httpx.Response]
 ) -> None:
-    """Ask until the server is ready."""
     limits = httpx.Limits(max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=url, limits=limits) as client, asyncio.timeout(60):
         while True:

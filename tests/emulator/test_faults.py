@@ -29,7 +29,6 @@ EVENTS = 7  # role, 4 words, end, [DONE]
 
 
 async def bytes_of(node: EmulatedNode, request: bytes = ASK) -> bytes:
-    """All bytes of a response up to the end of its connection."""
     async with raw_connection(node.url) as wire:
         await wire.send(request)
         return await wire.rest()
@@ -54,17 +53,14 @@ async def test_faults_apply_to_so_many_requests_or_until_cleared_and_to_their_pa
 
 
 def ended(seen: bytes) -> bool:
-    """Whether a chunked body has its end."""
     return seen.endswith(b"\r\n0\r\n\r\n")
 
 
 def broke_off(seen: bytes, after: int) -> bool:
-    """Whether so many events came, and no end."""
     return len(events(seen)) == after and not ended(seen)
 
 
 def whole(seen: bytes) -> bool:
-    """Whether all of the answer is there."""
     return text_of(events(unchunk(seen.partition(b"\r\n\r\n")[2]))) == expected_chat_text(HELLO, 4)
 
 

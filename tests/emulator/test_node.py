@@ -107,7 +107,7 @@ async def test_a_plain_request_holds_its_slot_to_the_end() -> None:
 async def test_prompts_are_read_one_after_the_other_while_other_slots_write_a_token_a_batch() -> (
     None
 ):
-    work = Compute(prefill_tps=2000, decode_tps=1000, step=0.002, batch=100, clock=now)
+    work = Compute(2000, 1000, step=0.002, batch=100, clock=now)
     written = 0
 
     async def read(tokens: int) -> list[int]:
@@ -117,7 +117,7 @@ async def test_prompts_are_read_one_after_the_other_while_other_slots_write_a_to
         nonlocal written
         with work.writing(2) as writer:
             while True:
-                await writer.next()
+                await writer.next(2)
                 written += 1
 
     first, second = await asyncio.gather(read(300), read(300))

@@ -32,7 +32,6 @@ def drawn() -> dict[Path, str]:
 
 
 def main() -> None:
-    """Record if asked, and draw."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.pictures",
         description=__doc__,

@@ -38,7 +38,6 @@ QUICK = Shape(sessions=8, turns=2, tenants=3)
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the benchmark; returns the exit status."""
     options = _parse(words)
     progress = Console(stderr=True, highlight=False, soft_wrap=True)
     targets = {name: front.target for name, front in FRONTS.items()}

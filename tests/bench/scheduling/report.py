@@ -104,8 +104,6 @@ class Verdict:
 
 @dataclass(slots=True)
 class Results:
-    """All runs."""
-
     played: list[Played]
 
     def loads(self) -> list[str]:

@@ -73,7 +73,6 @@ class Rounds:
         return sorted(played, key=lambda p: (order_of.index(p.front), p.seed))
 
     async def _group(self, fronts: Sequence[Front], load: str, seed: int) -> list[Played]:
-        """Some fronts side by side."""
         began, plan = time.monotonic(), self.plan
         warm_up, trace, rate = plan.traces(load, seed)
         self.rates.setdefault(load, []).append(rate)
@@ -105,7 +104,6 @@ class Rounds:
         return played
 
     async def _started(self, stack: AsyncExitStack, front: Front, load: str, seed: int) -> Running:
-        """A front with a fleet of its own."""
         fleet = await stack.enter_async_context(nodes(scale=self.plan.scale))
         folder = self.plan.folder / f"{front.name}-{load}-{seed}"
         folder.mkdir()

@@ -72,8 +72,6 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Everything a run asks, but for the answers."""
-
     shape: Shape
     systems: tuple[str, ...]
     sessions: tuple[Session, ...]

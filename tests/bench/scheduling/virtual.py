@@ -59,7 +59,6 @@ class LeastConn:
 
 
 def measure(plan: Plan, fronts: Sequence[str], progress: Console, facts: dict[str, str]) -> Outcome:
-    """Play every load, seed and front of these, one after the other."""
     played = []
     for seed in range(1, plan.seeds + 1):
         for load in plan.loads:
