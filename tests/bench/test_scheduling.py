@@ -18,9 +18,9 @@ from gateway.schedule.core.requests import QueuedRequest
 from tests.bench.scheduling import report
 from tests.bench.scheduling.__main__ import main
 from tests.bench.scheduling.cold_start import Start, ratios
-from tests.bench.scheduling.fronts import FAST, FLEET, FRONTS, PEERS, SLOTS, SLOW, Speed, nodes
+from tests.bench.scheduling.fronts import FAST, FLEET, FRONTS, PEERS, SLOTS, Speed, nodes
 from tests.bench.scheduling.play import Player, Record, as_emulated, ask
-from tests.bench.scheduling.report import FIGURES, MARKS, MEAN, Played, Results
+from tests.bench.scheduling.report import MARKS, MEAN, Played, Results
 from tests.bench.scheduling.trace import Least, Shape, make, mean_queued, session_rate
 from tests.bench.scheduling.virtual import behind_gateway
 from tests.emulator import EmulatedNode
@@ -90,12 +90,6 @@ def played(front: str, *records: Record) -> Played:
     return Played(front, "capacity", 1, list(records), {"alone": 1.0, "queued": 0.5})
 
 
-def test_figures_are_over_all_seeds() -> None:
-    results = Results([played("nginx", record(1), record(2)), played("nginx", record(6))])
-    found = [results.value("nginx", "capacity", figure) for figure in FIGURES]
-    assert found == [3, 1, 3, pytest.approx(30 / (2 + 6)), 0.25]
-
-
 def test_a_failed_request_takes_its_front_out_of_all_figures() -> None:
     bad = played("nginx", record(1), record(1, problem="status 502"))
     results = Results([bad, played("gateway", record(1))])
@@ -104,25 +98,12 @@ def test_a_failed_request_takes_its_front_out_of_all_figures() -> None:
     assert "nginx, capacity, seed 1: 1, the first: status 502" in report.tables(results)
 
 
-def test_another_rate_has_the_same_conversations_at_other_times() -> None:
-    slow, fast = make("1", 0.5), make("1", 1.0)
-    assert [s.turns for s in slow.sessions] == [s.turns for s in fast.sessions]
-    assert [s.at for s in slow.sessions] == pytest.approx([2 * s.at for s in fast.sessions])
-
-
 ONE = Speed(prefill=100, decode=10, step=0.1)  # a second for ten tokens at any number of slots
 
 
 def test_a_short_job_interrupts_a_long_one() -> None:
     jobs = [(0.0, Least(1000, 0)), (2.0, Least(100, 0)), (50.0, Least(100, 0))]
     assert mean_queued(jobs, [ONE]) == pytest.approx((11 + 1 + 1) / 3)
-
-
-@pytest.mark.parametrize("speed", [FAST, SLOW], ids=["fast", "slow"])
-def test_a_node_counts_in_the_queue_at_least_as_much_as_it_can_do(speed: Speed) -> None:
-    for job in (Least(1000, 0), Least(0, 100), Least(500, 50)):
-        both = 1 / (1 / job.work(FAST) + 1 / job.work(speed))
-        assert mean_queued([(0.0, job)], [FAST, speed]) <= both * (1 + 1e-9)
 
 
 def test_one_node_reads_everything_once() -> None:
@@ -251,10 +232,3 @@ def test_the_fifth_to_twelfth_request_of_a_cold_gateway_are_served_by_a_fast_nod
     for seed in (1, 2, 3):
         (factor,), served = ratios(start, seed, tmp_path)
         assert factor <= 1.5, (seed, factor, served.by)
-
-
-@pytest.mark.slow
-def test_exploring_alone_finds_the_fastest_node(tmp_path: Path) -> None:
-    for seed in (1, 2, 3):
-        factors, served = ratios(Start(calibrate=False), seed, tmp_path)
-        assert served.by[-6:] == [60.0] * 6, (seed, factors)
