@@ -29,9 +29,8 @@ class FaultyResponse(Response):
         """Do what the fault does before a slot is taken; whether it replaces the response."""
         fault = self.fault
         if fault.kind == "status":
-            await super().plain(
-                fault.status or 500, fault.error_body(), headers=_extra_headers(fault)
-            )
+            status = fault.status or 500
+            await super().plain(status, fault.error_body(), headers=_extra_headers(fault))
             return True
         if fault.kind == "garbage":
             self.connection.write(fault.data or GARBAGE)
@@ -152,9 +151,8 @@ class FaultyResponse(Response):
         raise ClientGoneError
 
     def _repetitions(self, event: bytes) -> int:
-        if self.fault.kind not in {"double_done", "no_done"} or not _is_last(event):
-            return 1
-        return 2 if self.fault.kind == "double_done" else 0
+        last = {"double_done": 2, "no_done": 0}.get(self.fault.kind, 1)
+        return last if _is_last(event) else 1
 
     def _reformat(self, event: bytes) -> bytes:
         if self.fault.kind == "crlf":
@@ -191,9 +189,8 @@ class FaultyResponse(Response):
 
     async def _write(self, data: bytes) -> None:
         if self.fault.kind in {"trickle", "split"}:
-            await self._write_slowly(
-                data, self.fault.size or (7 if self.fault.kind == "split" else 1)
-            )
+            size = 7 if self.fault.kind == "split" else 1
+            await self._write_slowly(data, self.fault.size or size)
         else:
             self.connection.write(data)
 

@@ -105,14 +105,10 @@ class Engine:
 
     def check_context(self, tokens: int) -> None:
         if tokens >= self.context:
-            raise RefusedError(
-                400,
-                "exceed_context_size_error",
-                f"request ({tokens} tokens) exceeds the available context size "
-                f"({self.context} tokens), try increasing it",
-                n_prompt_tokens=tokens,
-                n_ctx=self.context,
-            )
+            size = f"({self.context} tokens), try increasing it"
+            message = f"request ({tokens} tokens) exceeds the available context size {size}"
+            kind, counts = "exceed_context_size_error", {"n_prompt_tokens": tokens}
+            raise RefusedError(400, kind, message, **counts, n_ctx=self.context)
 
     async def generate(
         self, request: GenerationRequest, response: Response, tally: TokenTally | None = None

@@ -61,29 +61,19 @@ def slots(node: EmulatedNode, query: str) -> list[Body]:
 
 def models(node: EmulatedNode, query: str) -> Body:
     name = node.model
+    unknown = ("modified_at", "size", "digest", "description", "parameters")
+    details = ("parent_model", "family", "parameter_size", "quantization_level")
+    as_ollama = {
+        "name": name,
+        "model": name,
+        **dict.fromkeys(unknown, ""),
+        "type": "model",
+        "tags": [""],
+        "capabilities": ["completion"],
+        "details": {**dict.fromkeys(details, ""), "format": "gguf", "families": [""]},
+    }
     return {
-        "models": [
-            {
-                "name": name,
-                "model": name,
-                "modified_at": "",
-                "size": "",
-                "digest": "",
-                "type": "model",
-                "description": "",
-                "tags": [""],
-                "capabilities": ["completion"],
-                "parameters": "",
-                "details": {
-                    "parent_model": "",
-                    "format": "gguf",
-                    "family": "",
-                    "families": [""],
-                    "parameter_size": "",
-                    "quantization_level": "",
-                },
-            }
-        ],
+        "models": [as_ollama],
         "object": "list",
         "data": [
             {
