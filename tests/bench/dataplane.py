@@ -1,19 +1,9 @@
 """The data-plane benchmark: `python -m tests.bench.dataplane` (`make bench`).
 
-It measures the CPU time of one request and of one chunk of a stream (user and system, the whole
-process tree) as a ratio to nginx in the same run. Each round measures one target after the other;
-the result is the median over the rounds. Absolute figures vary with the machine and its load;
-these ratios hold.
-
-Two cores are used: the proxy has one to itself, and this process, which is both the emulated
-upstream and the load, has the other. Every answer is checked; a sample with errors is invalid.
-
-    python -m tests.bench.dataplane --quick                          seconds; figures mean little
-    python -m tests.bench.dataplane --markdown docs/performance.md --json bench.json
-
-While many streams run, the turns of the gateway's event loop are measured, too
-(`tests/loop_watch`): the longest, and how many take more than 50 ms of CPU. The functions in which
-those were are printed.
+What is measured, and how: docs/performance.md. Two cores are used: the proxy has one to itself, and
+this process, which is both the emulated upstream and the load, has the other. While many streams
+run, the turns of the gateway's event loop are measured, too (`tests/loop_watch`): the longest, and
+how many take more than 50 ms of CPU. The functions in which those were are printed.
 
 Modules: `upstream.py` is the emulated node and `node_replies.py` its responses, `load.py` the
 clients, `targets.py` the proxies (its docstring says how to add one), `scenarios.py` what is

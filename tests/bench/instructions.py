@@ -1,26 +1,15 @@
 """User instructions for each request, counted by callgrind: `python -m tests.bench.instructions`.
 
-Unlike times, instruction counts do not depend on other work, so two checkouts can be compared on a
-busy machine. Each checkout serves with its own `.venv`. They are counted alternately, and the
-minimum of each round's counts is compared. A request is the difference of N and 2 N requests by N,
-the least of three counts of each: what other work adds, a checkpoint of SQLite for one, comes in
-bursts. The event loop's thread is counted apart from all threads.
-
-What is done so many times a second, however few requests there are, would be charged to too few of
-them, as valgrind slows the gateway down some fifty times. So a request is counted while clocks
-stand still, those of store and ledger and all sleeps and time limits in coroutines, and the ledger
-writes as many rows at once as it would at 100 requests a second. Then an idle gateway whose clocks
-run is counted for a while: it is as idle under valgrind as it is without. A hundredth of that is
-added to each request.
+How they are counted: docs/performance.md. Each checkout serves with its own `.venv`; they are
+counted alternately, and the minimum of each round's counts is compared. Of three counts of as many
+requests the least is taken: what other work adds, a checkpoint of SQLite for one, comes in bursts.
 
     python -m tests.bench.instructions                     this checkout
     python -m tests.bench.instructions ../before .         two, and the second's ratio to the first
-    python -m tests.bench.instructions .+key .+key-limits  one, with a key, and with one that has
-                                                           every limit
-    python -m tests.bench.instructions .+off .             one, without a store, and with its ledger
+    python -m tests.bench.instructions .+key .+key-limits  with a key, and with one of every limit
+    python -m tests.bench.instructions .+off .             without a store, and with its ledger
     python -m tests.bench.instructions .+silent .+telemetry .+telemetry-all
-                                                           one, without telemetry, with all of it
-                                                           and 5 % of traces, and with all traces
+                                       without telemetry, with 5 % of traces, and with all traces
 
 Exit status: 0 counted; 1 some answer was wrong or a gateway did not start; 2 usage error.
 """
@@ -81,10 +70,8 @@ STOPPED = 1e6
 TIMERS = {
     "gateway.events": {"DEFER_SECONDS": STOPPED, "MOST_DEFERRED": DEFERRED},
     "gateway.callers.ledger": {
-        "FLUSH_SECONDS": STOPPED,
+        **dict.fromkeys(("FLUSH_SECONDS", "RECOVERY_SECONDS", "HEARTBEAT_SECONDS"), STOPPED),
         "JOURNALED_WITHIN": 10 * STOPPED,  # the time until the next flush is subtracted
-        "RECOVERY_SECONDS": STOPPED,
-        "HEARTBEAT_SECONDS": STOPPED,
     },
     "gateway.schedule.lease_service": {"SPEED_SAMPLE_INTERVAL": 0.0},  # each request is a sample
 }
@@ -135,18 +122,12 @@ main()
 KEY = hash_key("lg_bench_0123456789abcdefghijklmnopqrstuvwxyzABCDEFG")
 
 EVERY_LIMIT = {
-    "rpm": 1_000_000,
-    "tpm": 1_000_000_000,
-    "tokens_per_day": 1_000_000_000,
+    **dict.fromkeys(("rpm", "tpm", "tokens_per_day"), 1_000_000_000),
+    **dict.fromkeys(("prompt_tokens", "completion_tokens", "concurrency"), 100_000),
     "budget": "1000000/month",
-    "concurrency": 1000,
-    "prompt_tokens": 100_000,
-    "completion_tokens": 100_000,
     "max_class": "normal",
     "models": [MODEL],
 }
-
-
 TELEMETRY = {"silent": 0.0, "telemetry": 0.05, "telemetry-all": 1.0}
 """Shares of requests that are traced. `silent`: no telemetry but the metrics, which are always on;
 else also an access log, OpenTelemetry's names, metrics of nodes, and traces."""

@@ -39,7 +39,7 @@ REQUEST_OBJECTS = (
     *("Attempt", "GrantedLease", "LeaseRecord", "ResponseStream"),
 )  # classes of the gateway whose objects must not outlive their request
 MIN_POLLS, MAX_POLLS = 4, 40  # polls, 50 ms apart, within which these objects must be gone
-MAX_REFERRERS = 60  # lines in the report on what keeps one object alive
+MOST_HOLDERS = 20  # lines in the report on what keeps one object alive
 
 
 class GatewayProcess:
@@ -137,7 +137,7 @@ class GatewayWorker:
         outcomes = Counter(attempt.outcome for attempt in self._attempts)
         objects = live_request_objects()
         own = {id(objects), *map(id, objects.values())}
-        leaked = [_referrers(one, own) for group in objects.values() for one in group]
+        leaked = [_holders(one, own) for group in objects.values() for one in group]
         return {**left, "leaked": leaked, "records": records, "attempts": outcomes}
 
     async def close(self, descriptors: int) -> dict[str, Any]:
@@ -194,24 +194,18 @@ def live_request_objects() -> dict[str, list[object]]:
     return found
 
 
-def _referrers(obj: object, own: set[int], depth: int = 5) -> str:
-    """What keeps an object alive: its referrers, each with its own referrers, `depth` levels deep.
+def _shown(one: object) -> str:
+    return f"{type(one).__qualname__} {' '.join(repr(one).split())[:300]}"
 
-    `own` are the ids of this module's own containers, which don't count.
-    """
-    lines: list[str] = []
-    seen = {id(obj), id(lines), *own}
 
-    def add(target: object, indent: int) -> None:
-        shown = " ".join(repr(target).split())[:300]
-        lines.append(f"{'  ' * indent}{type(target).__qualname__} {shown}")
-        for referrer in gc.get_referrers(target) if indent < depth else ():
-            if id(referrer) not in seen and not isinstance(referrer, types.FrameType):
-                seen.add(id(referrer))
-                add(referrer, indent + 1)
-
-    add(obj, 0)
-    return "\n".join(lines[:MAX_REFERRERS])
+def _holders(leaked: object, own: set[int]) -> str:
+    """An object and what keeps it alive; `own` are the ids of this module's own containers."""
+    holders = [
+        one
+        for one in gc.get_referrers(leaked)
+        if id(one) not in own and not isinstance(one, types.FrameType)
+    ]
+    return "\n  ".join(map(_shown, [leaked, *holders[:MOST_HOLDERS]]))
 
 
 async def _serve(worker: GatewayWorker) -> None:

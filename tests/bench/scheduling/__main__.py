@@ -1,10 +1,4 @@
-"""`python -m tests.bench.scheduling` (`make bench-scheduling`): see the package's docstring.
-
-    python -m tests.bench.scheduling --quick                       half a minute; means little
-    python -m tests.bench.scheduling --only gateway,nginx --loads capacity --seeds 2
-    python -m tests.bench.scheduling --scale 4                     ten minutes instead of forty
-    python -m tests.bench.scheduling --markdown docs/scheduling-results.md --json bench.json
-    python -m tests.bench.scheduling --virtual --loads capacity    30 seeds, no noise, no peers
+"""`python -m tests.bench.scheduling` (`make bench-scheduling`): docs/scheduling-results.md.
 
 Exit status: 0 measured, whatever the figures; 1 a request failed or a front did not start;
 2 usage error, a front that was asked for and isn't installed among them.

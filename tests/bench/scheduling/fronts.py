@@ -27,6 +27,14 @@ MODEL = "demo"
 ASKED = re.compile(r"Answer in (\d+) words\.")
 
 
+WITH_POLICY = """
+from gateway.cli import main
+from gateway.schedule.core.selection import POLICIES
+POLICIES["least_finish"] = POLICIES["{}"]
+main()
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Speed:
     """A node's speed in tokens/s; `step`: seconds that each further busy slot adds to a token."""
@@ -99,7 +107,7 @@ def _gateway(*words: str, policy: str | None = None) -> Target:
         served = [*gateway(binary, plan, {}), *words]
         if policy is None:
             return served
-        return [sys.executable, "-m", "tests.bench.scheduling.with_policy", policy, *served[1:]]
+        return [sys.executable, "-c", WITH_POLICY.format(policy), *served[1:]]
 
     return replace(TARGETS["gateway"], command=command)
 
