@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 from zlib import crc32
 
 from tests.bench import node_replies
@@ -133,20 +134,28 @@ def post(path: str, body: bytes) -> bytes:
     ).encode() + body
 
 
-def chat(*, stream: bool) -> bytes:
+CHAT, EMBEDDINGS = "/v1/chat/completions", "/v1/embeddings"
+EMBEDDED = {"model": node_replies.MODEL, "input": "a short text"}
+
+
+def chat_body(*, stream: bool) -> dict[str, Any]:
+    """A chat request of ordinary size."""
     messages = [
         {"role": "system", "content": "You are a helpful assistant. Answer briefly."},
         {"role": "user", "content": "Name the instruments of a string quartet, one by one."},
     ]
-    body = {"model": node_replies.MODEL, "messages": messages, "temperature": 0.2, "stream": stream}
-    return post("/v1/chat/completions", node_replies.compact(body))
+    options = {"temperature": 0.2, "stream": stream}
+    return {"model": node_replies.MODEL, "messages": messages, **options}
+
+
+def chat(*, stream: bool) -> bytes:
+    return post(CHAT, node_replies.compact(chat_body(stream=stream)))
 
 
 def plain_load(address: Address) -> Load:
     """Embeddings: plain answers that no gateway assembles from a stream."""
-    body = node_replies.compact({"model": node_replies.MODEL, "input": "a short text"})
-    answer = node_replies.EMBEDDING
-    return Load(address, post("/v1/embeddings", body), len(answer), crc32(answer))
+    answer, body = node_replies.EMBEDDING, node_replies.compact(EMBEDDED)
+    return Load(address, post(EMBEDDINGS, body), len(answer), crc32(answer))
 
 
 def stream_load(address: Address, tokens: int) -> Load:

@@ -34,7 +34,7 @@ def _print(report: RunReport) -> None:
     print(
         f"seed {report.seed}: {report.requests} requests ({counts}), "
         f"{report.faults.total()} faults, {report.rss >> 20} MiB, {report.took:.1f} s, "
-        f"waited {report.waited:.1f} s for its core",
+        f"waited {report.waited:.1f} s for its core"
     )
     for violation in report.violations[:MOST_PRINTED]:
         print(f"  BROKEN: {violation}")

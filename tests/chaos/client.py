@@ -70,9 +70,16 @@ class Client:
     """Sends requests over one connection while it lasts. An asynchronous context manager."""
 
     def __init__(
-        self, url: str, *, slow: bool = False, headers: Mapping[str, str] = MappingProxyType({})
+        self,
+        url: str,
+        *,
+        slow: bool = False,
+        headers: Mapping[str, str] = MappingProxyType({}),
+        source: str = "",
     ) -> None:
+        """`source`: the address from which it connects."""
         self._address = urlsplit(url)
+        self._source = source
         self._header_lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self.slow = slow
         self._open: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
@@ -81,7 +88,7 @@ class Client:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        self._close()
+        self.close()
 
     async def send(
         self,
@@ -101,10 +108,10 @@ class Client:
                 first = await self._send_once(*request, behaviour)
                 return first or known(await self._send_once(*request, behaviour))
             except OSError as error:
-                self._close()
+                self.close()
                 return ReceivedResponse(broke=repr(error))
             except BaseException:
-                self._close()
+                self.close()
                 raise
 
     def _request(self, path: str, body: dict[str, Any], request_id: str) -> tuple[bytes, bytes]:
@@ -138,7 +145,7 @@ class Client:
         if leaves:
             return self._leave(response)
         if not parsing.keep_alive:
-            self._close()
+            self.close()
         return None if reused and response.broke and not response.status else response
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -147,19 +154,22 @@ class Client:
         try:
             if self.slow:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER)
+            if self._source:
+                sock.bind((self._source, 0))
             address = (self._address.hostname, self._address.port)
             await asyncio.get_running_loop().sock_connect(sock, address)
-            return await asyncio.open_connection(sock=sock, limit=SMALL_BUFFER)
+            limit = SMALL_BUFFER if self.slow else 1 << 16
+            return await asyncio.open_connection(sock=sock, limit=limit)
         except BaseException:
             sock.close()
             raise
 
     def _leave(self, response: ReceivedResponse) -> ReceivedResponse:
         response.left = not response.complete
-        self._close()
+        self.close()
         return response
 
-    def _close(self) -> None:
+    def close(self) -> None:
         if self._open is not None:
             self._open[1].transport.abort()
             self._open = None

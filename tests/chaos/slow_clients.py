@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import statistics
 import sys
@@ -29,9 +30,10 @@ import uvloop
 from gateway.system import raise_open_file_limit
 from tests.bench import node_replies
 from tests.bench.load import Address
-from tests.bench.scenarios import chat, plain_load, quantile
+from tests.bench.scenarios import CHAT, EMBEDDED, EMBEDDINGS, chat_body, quantile
 from tests.bench.targets import TARGETS, gateway, running
 from tests.bench.upstream import Script, Upstream
+from tests.chaos.client import Client, ReceivedResponse
 from tests.chaos.slow_crowd import CrowdOptions, CrowdProcess, CrowdTotals
 from tests.chaos.trend import trend
 from tests.known import known
@@ -69,54 +71,38 @@ class Sample:
     slow: int
 
 
-class HealthyClient:
+class HealthyClient(Client):
     """Sends requests at a steady rate: most on a kept connection, every tenth on a new one."""
-
-    def __init__(self, source: str, address: Address) -> None:
-        self._source = source
-        self._address = address
-        self._kept: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def run(self, totals: list[HealthyTotals]) -> None:
         """Send requests until it is cancelled; `totals[-1]` counts them."""
-        number = 0
-        while True:
-            number += 1
-            began, counting, is_stream = time.monotonic(), totals[-1], number % 20 == 0
+        for number in itertools.count(1):
+            began, counting, stream = time.monotonic(), totals[-1], number % 20 == 0
+            if number % 10 == 5:
+                self.close()
             try:
-                async with asyncio.timeout(REQUEST_LIMIT):
-                    problem = await self._request(stream=is_stream, new=number % 10 == 5)
-            except (OSError, asyncio.IncompleteReadError, ValueError) as error:
-                problem = type(error).__name__
+                path, body = (CHAT, chat_body(stream=True)) if stream else (EMBEDDINGS, EMBEDDED)
+                response = await self.send(path, body, limit=REQUEST_LIMIT)
+                problem = _problem(response, stream=stream)
+            except TimeoutError:
+                problem = "no end"
             if problem:
                 counting.lost[problem] += 1
                 self.close()
             else:
                 counting.delays.append(1000 * (time.monotonic() - began))
-                counting.streams += is_stream
+                counting.streams += stream
             await asyncio.sleep(max(0.0, began + PERIOD - time.monotonic()))
 
-    async def _request(self, *, stream: bool, new: bool) -> str:
-        if new:
-            self.close()
-        reader, writer = self._kept = self._kept or await asyncio.open_connection(
-            *self._address, local_addr=(self._source, 0), limit=1 << 20
-        )
-        writer.write(chat(stream=True) if stream else plain_load(self._address).request)
-        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-        if not head.startswith("HTTP/1.1 200 "):
-            return head.partition("\r\n")[0]
-        if stream:
-            body = await reader.readuntil(b"\r\n0\r\n\r\n")
-            return "" if body.count(b'"content":') >= TOKENS and b"[DONE]" in body else "cut stream"
-        length = head.lower().partition("content-length:")[2].partition("\r\n")[0]
-        body = await reader.readexactly(int(length))
-        return "" if body == node_replies.EMBEDDING else "wrong body"
 
-    def close(self) -> None:
-        if self._kept is not None:
-            self._kept[1].transport.abort()
-            self._kept = None
+def _problem(response: ReceivedResponse, *, stream: bool) -> str:
+    """What is wrong with a response, or nothing."""
+    body = bytes(response.body)
+    if response.status != 200 or response.broke:
+        return f"{response.status} {response.broke}"
+    if stream:
+        return "" if body.count(b'"content":') >= TOKENS and b"[DONE]" in body else "cut stream"
+    return "" if body == node_replies.EMBEDDING else "wrong body"
 
 
 @dataclass(slots=True)
@@ -150,7 +136,9 @@ class SlowClients:
     async def _measure(self, address: Address, process: psutil.Process) -> None:
         options = self.options
         totals = [HealthyTotals()]
-        clients = [HealthyClient(f"127.1.0.{n + 1}", address) for n in range(options.healthy)]
+        url = "http://{}:{}".format(*address)
+        sources = [f"127.1.0.{number + 1}" for number in range(options.healthy)]
+        clients = [HealthyClient(url, source=source) for source in sources]
         healthy = [asyncio.create_task(client.run(totals)) for client in clients]
         try:
             await asyncio.sleep(5.0)

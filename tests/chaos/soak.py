@@ -27,9 +27,10 @@ import uvloop
 from tests.bench import node_replies
 from tests.bench.load import Address, Load, StampedConnection
 from tests.bench.machine import waited_seconds
-from tests.bench.scenarios import chat, plain_load
+from tests.bench.scenarios import EMBEDDED, EMBEDDINGS, chat
 from tests.bench.targets import TARGETS, running
 from tests.bench.upstream import Script, Upstream
+from tests.chaos.client import READS_TO_END, Client, ClientBehaviour
 from tests.chaos.trend import trend
 from tests.known import known
 
@@ -94,7 +95,7 @@ async def streams(
 class ShortRequests:
     """Embeddings, each on a connection of its own; every tenth client leaves."""
 
-    address: Address
+    url: str
     sent: int = 0
     clients_left: int = 0
     failures: list[str] = field(default_factory=list)
@@ -103,17 +104,14 @@ class ShortRequests:
         rng = random.Random(5)
         while True:
             await asyncio.sleep(rng.expovariate(rate))
-            reader, writer = await asyncio.open_connection(*self.address)
-            writer.write(plain_load(self.address).request)
-            if rng.random() < 0.1:
-                await asyncio.sleep(rng.uniform(0, 0.002))
-                self.clients_left += 1
-            else:
-                line = await reader.readline()
-                self.sent += 1
-                if b" 200 " not in line:
-                    self.failures.append(line.decode(errors="replace"))
-            writer.transport.abort()
+            after = rng.uniform(0, 0.002) if rng.random() < 0.1 else None
+            leaves = READS_TO_END if after is None else ClientBehaviour("waiting", after)
+            async with Client(self.url) as client:
+                response = await client.send(EMBEDDINGS, EMBEDDED, behaviour=leaves)
+            self.sent += 1
+            self.clients_left += response.left
+            if response.status != 200 and not response.left:
+                self.failures.append(f"{response.status} {response.broke}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +153,7 @@ class Soak:
                 target = TARGETS["gateway"]
                 async with running(target, Path(folder), upstream.ports, CORE) as gateway:
                     process = psutil.Process(known(gateway.pid))
-                    short = ShortRequests(gateway.address)
+                    short = ShortRequests("http://{}:{}".format(*gateway.address))
                     load = await self._measure(gateway.address, process, tokens, short)
         return self._report(load, short)
 

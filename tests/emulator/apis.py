@@ -138,7 +138,7 @@ class Api(ABC):
 
     def timed(self, answer: Answer) -> dict[str, Any]:
         """The timings of a delta, if the request asks for them."""
-        asked = self.state.request.timings_per_token
+        asked = self.state.request.asks("timings_per_token")
         return {"timings": answer.timings()} if asked else {}
 
     def null_for_many_prompts(self) -> list[bytes]:
@@ -172,9 +172,10 @@ class Chat(Api):
 
     def delta(self, answer: Answer, word: str) -> bytes:
         request = self.state.request
-        if request.logprobs or request.timings_per_token:
+        logprobs = request.body.get("logprobs")
+        if logprobs or request.asks("timings_per_token"):
             chunk = self._chunk(answer, {"content": word}, **self.timed(answer))
-            if request.logprobs:
+            if logprobs:
                 token = {"id": (tokenize(word) or [0])[0], "token": word, "logprob": -0.5}
                 token["bytes"] = list(word.encode())
                 told = {"content": [token | {"top_logprobs": [token]}]}
@@ -351,13 +352,14 @@ class Native(Api):
             "tokens_cached": count_tokens(answer.prompt) + answer.tokens - 1,
             "timings": answer.timings(),
         }
-        if request.n_probs:
+        if request.body.get("n_probs"):
             ids = tokenize(answer.text)[: answer.tokens]
             whole["completion_probabilities"] = [{"id": one, "logprob": -0.5} for one in ids]
-        return _selected(whole, request.response_fields) if request.response_fields else whole
+        paths = request.body.get("response_fields")
+        return _selected(whole, paths) if paths else whole
 
 
-def _selected(whole: dict[str, Any], paths: tuple[str, ...]) -> dict[str, Any]:
+def _selected(whole: dict[str, Any], paths: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path in paths:
         value: Any = whole

@@ -6,7 +6,7 @@ import asyncio
 import socket
 import struct
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import httptools
@@ -35,13 +35,6 @@ class ReceivedRequest:
     keep_alive: bool
 
 
-@dataclass(slots=True)
-class _Incoming:
-    url: bytes = b""
-    headers: dict[str, str] = field(default_factory=dict)
-    body: bytearray = field(default_factory=bytearray)
-
-
 class Connection(asyncio.Protocol):
     """Reads requests one after the other; `host.handle` answers each, then calls `finished`."""
 
@@ -52,7 +45,7 @@ class Connection(asyncio.Protocol):
         self.response: Response | None = None
         self.task: asyncio.Task[None] | None = None
         self._transport: asyncio.Transport
-        self._incoming = _Incoming()
+        self._url, self._headers, self._body = b"", dict[str, str](), bytearray()
         self._parser = httptools.HttpRequestParser(self)
         self._waiting: deque[ReceivedRequest] = deque()
         self._writable: asyncio.Event | None = None
@@ -91,33 +84,32 @@ class Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._stop_idle_timer()
-        self._incoming = _Incoming()
+        self._url, self._headers, self._body = b"", {}, bytearray()
 
     def on_url(self, url: bytes) -> None:
-        self._incoming.url += url
+        self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._incoming.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
-        if self._incoming.headers.get("expect", "").lower() == "100-continue":
+        if self._headers.get("expect", "").lower() == "100-continue":
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:
-        self._incoming.body += body
-        if len(self._incoming.body) > _BODY_LIMIT:
+        self._body += body
+        if len(self._body) > _BODY_LIMIT:
             self.close()
 
     def on_message_complete(self) -> None:
-        incoming = self._incoming
-        path, _, query = incoming.url.decode("latin-1").partition("?")
+        path, _, query = self._url.decode("latin-1").partition("?")
         self._waiting.append(
             ReceivedRequest(
                 method=self._parser.get_method().decode("latin-1"),
                 path=path,
                 query=query,
-                headers=incoming.headers,
-                body=bytes(incoming.body),
+                headers=self._headers,
+                body=bytes(self._body),
                 reused=self.served + len(self._waiting) > 0,
                 keep_alive=self._parser.should_keep_alive(),
             )

@@ -125,7 +125,8 @@ class Engine:
         state = ResponseState(request, self.model, int(time.time()), self.requests)
         cache = self.pool.cache is not None
         packed = [pack([BEGIN_TOKEN, *tokenize(p)]) if cache else b"" for p in request.prompts]
-        slots = await self.pool.acquire(len(request.prompts), packed[0], request.id_slot)
+        wanted = int(request.body.get("id_slot", -1))
+        slots = await self.pool.acquire(len(request.prompts), packed[0], wanted)
         work = Work(request, response, tally, APIS[request.api](state))
         try:
             for i, (prompt, count) in enumerate(zip(request.prompts, counts, strict=True)):
@@ -137,7 +138,7 @@ class Engine:
                 limit = room if request.max_tokens is None else min(request.max_tokens, room)
                 slot.begin(count, limit, cached)
                 words = next_words(prompt + slot.foreign)
-                natural = math.inf if request.ignore_eos else self._natural_end(prompt)
+                natural = math.inf if request.asks("ignore_eos") else self._natural_end(prompt)
                 work.running.append(ActiveAnswer(answer, slot, packed[i], words, limit, natural))
                 tally.cached_tokens += cached
             if request.stream:
@@ -191,7 +192,7 @@ class Engine:
         # With `n` > 1 the prompt is read once.
         answers = {active.answer.prompt: active.answer for active in work.running}.values()
         total = sum(answer.prompt_tokens - answer.cached for answer in answers)
-        progress = work.request.return_progress and stream is not None
+        progress = work.request.asks("return_progress") and stream is not None
         step, counted = self.batch if progress else total, 0
         async with aclosing(self._read_prompt(total, step, stream)) as reading:
             async for processed, begun in reading:

@@ -11,14 +11,7 @@ import pytest
 
 from tests.emulator import EmulatedNode, expected_chat_text
 from tests.emulator.faults import GARBAGE, INSERTIONS, POINT_FAULTS, RESPONSE_FAULTS
-from tests.emulator.raw_connection import (
-    chat,
-    events,
-    post,
-    raw_connection,
-    text_of,
-    unchunk,
-)
+from tests.emulator.raw_connection import chat, events, post, raw_connection, text_of, unchunk
 from tests.virtual import in_virtual_time
 
 CHAT = "/v1/chat/completions"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 
 import httpx
 import pytest
@@ -34,30 +33,6 @@ async def test_the_model_that_was_used_least_recently_is_unloaded() -> None:
         for name in "abac":
             await client.post(CHAT, json=ask(name))
         assert values(router) == {"a": "loaded", "b": "unloaded", "c": "loaded"}
-
-
-@in_virtual_time
-async def test_a_load_takes_the_seconds_of_its_file_and_tells_its_progress() -> None:
-    files = {"slow": ModelFile(load_seconds=20), "fast": ModelFile(load_seconds=2)}
-    async with (
-        EmulatedRouter(files, models_max=0) as router,
-        httpx.AsyncClient(base_url=router.url, timeout=100) as client,
-        client.stream("GET", "/models/sse") as events,
-    ):
-        began = now()
-        for name in files:
-            await client.post("/models/load", json={"model": name})
-        seen: dict[str, list[tuple[object, float]]] = {name: [] for name in files}
-        async for line in events.aiter_lines():
-            if "loaded" in line or "progress" in line:
-                event = json.loads(line.removeprefix("data: "))
-                value = event["data"].get("progress", {}).get("value", "loaded")
-                seen[event["model"]].append((value, round(now() - began, 1)))
-            if seen["slow"] and seen["slow"][-1][0] == "loaded":
-                break
-        assert seen["fast"][-2:] == [(1.0, 1.6), ("loaded", 2.0)]
-        shares = (0.0, 0.25, 0.5, 0.75, 1.0)
-        assert seen["slow"] == [*((share, 16 * share) for share in shares), ("loaded", 20.0)]
 
 
 @in_virtual_time

@@ -61,9 +61,7 @@ def answer_tokens(prompt: str) -> int:
 
 @asynccontextmanager
 async def nodes(
-    fleet: Sequence[Speed] = FLEET,
-    scale: float = 1.0,
-    clock: Callable[[], float] = time.monotonic,
+    fleet: Sequence[Speed] = FLEET, scale: float = 1.0, clock: Callable[[], float] = time.monotonic
 ) -> AsyncIterator[list[EmulatedNode]]:
     """The nodes of a fleet, `scale` times as fast, in this process."""
     async with AsyncExitStack() as stack:
