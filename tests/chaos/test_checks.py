@@ -1,12 +1,19 @@
 from __future__ import annotations
 
 import json
+import random
+from pathlib import Path
 from typing import Any
 
 from tests.chaos.client import ReceivedResponse
+from tests.chaos.gateway_worker import REQUEST_OBJECTS, live_request_objects
+from tests.chaos.trend import trend
 from tests.chaos.verdict import judge
 from tests.chaos.workload import WorkloadRequest
 from tests.each_case import each_case
+from tests.emulator import EmulatedNode
+from tests.emulator.raw_connection import chat
+from tests.gateways import running_gateway
 
 PATH = "/v1/chat/completions"
 ASK = WorkloadRequest(PATH, {"stream": True}, " one two", 2)
@@ -85,3 +92,21 @@ def test_a_valid_response_or_an_allowed_error_is_no_violation(
 )
 def test_every_other_response_is_a_violation(asked: WorkloadRequest, got: ReceivedResponse) -> None:
     assert judge(asked, got).problem is not None
+
+
+def test_growth_is_distinguished_from_noise() -> None:
+    rng = random.Random(1)
+    noise = [(float(t), 100 + rng.uniform(-1, 1)) for t in range(600)]
+    growing = [(t, value + t / 50) for t, value in noise]
+    warming = [(t, value - max(0.0, 100 - t)) for t, value in noise]
+    spiked = [(t, 1000.0 if t == 590 else value) for t, value in noise]
+    flat = [trend(one).is_flat(share=0.02, least=0.5) for one in (noise, growing, warming, spiked)]
+    assert flat == [True, False, True, True]
+
+
+async def test_the_leak_check_finds_the_objects_of_a_running_request(tmp_path: Path) -> None:
+    async with EmulatedNode() as node, running_gateway(tmp_path, [node.url]) as running:
+        node.faults.next("hang", after_events=2)
+        async with running.client.stream("POST", PATH, json=chat()) as response:
+            await anext(response.aiter_bytes())
+            assert set(live_request_objects()) == set(REQUEST_OBJECTS)
