@@ -68,7 +68,7 @@ async def measuring(subject: RunningTarget) -> AsyncIterator[Measurement]:
     measured = Measurement()
     if subject.turns is not None:
         subject.turns.take()  # those of its start
-    opened = subject.upstream.counters.connections
+    opened = subject.upstream.opened
     proxy = cpu_seconds(subject.pid) if subject.pid else 0.0
     waited = waited_seconds(os.getpid())  # the proxy is a child of this process
     load, wall = time.process_time(), time.perf_counter()
@@ -78,7 +78,7 @@ async def measuring(subject: RunningTarget) -> AsyncIterator[Measurement]:
     measured.waited = waited_seconds(os.getpid()) - waited
     await asyncio.sleep(SETTLE)
     measured.proxy = cpu_seconds(subject.pid) - proxy if subject.pid else 0.0
-    measured.extra["upstream_connections"] = subject.upstream.counters.connections - opened
+    measured.extra["upstream_connections"] = subject.upstream.opened - opened
     if subject.turns is not None:
         turns = [one for one in subject.turns.take() if one.kind == "turn"]
         long = [one for one in turns if one.cpu > MOST_SECONDS]

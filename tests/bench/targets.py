@@ -75,19 +75,12 @@ def nginx(
     user = "user root;" if os.geteuid() == 0 else ""
     config = plan.folder / "nginx.conf"
     config.write_text(f"""{user}
-daemon off;
-worker_processes 1;
-worker_rlimit_nofile {CONNECTIONS};
-pid nginx.pid;
-error_log error.log error;
+daemon off; worker_processes 1; worker_rlimit_nofile {CONNECTIONS};
+pid nginx.pid; error_log error.log error;
 events {{ worker_connections {CONNECTIONS}; }}
 http {{
-  access_log off;
-  client_body_temp_path body;
-  proxy_temp_path proxy;
-  fastcgi_temp_path fastcgi;
-  uwsgi_temp_path uwsgi;
-  scgi_temp_path scgi;
+  access_log off; client_body_temp_path body; proxy_temp_path proxy;
+  fastcgi_temp_path fastcgi; uwsgi_temp_path uwsgi; scgi_temp_path scgi;
   {http}
   upstream nodes {{
     least_conn;

@@ -38,19 +38,13 @@ class Script:
 
 
 @dataclass(slots=True)
-class Counters:
-    connections: int = 0
-    requests: int = 0
-
-
-@dataclass(slots=True)
 class Upstream:
     """Several emulated nodes in this process, one port each: an async context manager."""
 
     nodes: int
     slots: int  # slots that each node reports
     script: Script = field(default_factory=Script)
-    counters: Counters = field(default_factory=Counters)
+    opened: int = 0  # connections
     ports: tuple[int, ...] = ()
     info_responses: dict[bytes, bytes] = field(default_factory=dict)
     # Streams start at random phases, as in production: in step they would reach the proxy in one
@@ -91,7 +85,7 @@ class NodeConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)  # uvloop's is none by inheritance
         self.upstream.connections.add(self)
-        self.upstream.counters.connections += 1
+        self.upstream.opened += 1
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -109,10 +103,8 @@ class NodeConnection(asyncio.Protocol):
         path, body = self.path, self.body
         self.body = b""
         if path == b"/v1/embeddings":
-            self.upstream.counters.requests += 1
             self.transport.write(_EMBEDDING)
         elif path == b"/v1/chat/completions":
-            self.upstream.counters.requests += 1
             self._chat(body)
         else:
             path = path.partition(b"?")[0]

@@ -66,16 +66,6 @@ def test_the_recorded_run_moves_streams_amid_their_words_and_loses_none() -> Non
     assert not re.search(r"/|127\.|content|sea and stones", RECORDING.read_text())
 
 
-def test_the_recorded_run_gives_no_node_more_than_its_slots() -> None:
-    run = recording()
-    for node, slots in run.slots.items():
-        spells = [spell for life in run.lives for spell in life.spells if spell.node == node]
-        for spell in spells:
-            # A look at the admin API is up to 50 ms old.
-            beside = [one for one in spells if one.begin <= spell.begin + 0.1 < one.end]
-            assert len(beside) <= slots
-
-
 def test_a_request_waits_before_it_has_a_node_and_between_two() -> None:
     """The admin API names the last node until the next one has it."""
     looks = [
