@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 
 from tests.bench.machine import commit
@@ -60,7 +60,8 @@ async def _main(options: argparse.Namespace) -> int:
                 _print(report)
                 broken[seed] = bool(report.violations)
                 if options.resume is not None:
-                    line = json.dumps({"revision": revision, **asdict(report)})
+                    values = {one.name: getattr(report, one.name) for one in fields(report)}
+                    line = json.dumps({"revision": revision, **values})
                     with options.resume.open("a") as file:
                         file.write(line + "\n")
     print(f"{len(broken)} runs, {sum(broken.values())} with a broken invariant")

@@ -94,21 +94,17 @@ async def test_a_router_without_a_loaded_model_answers_alike(real: DemoServer) -
     of_one, of_none = "model=a&autoload=false", "model=none"
     paths = ["/health", "/props", "/v1/models", "/slots", "/metrics", "/nothing"]
     paths += [f"/slots?{of_one}", f"/metrics?{of_one}", f"/props?{of_one}", f"/slots?{of_none}"]
-    posts: list[tuple[str, dict[str, Any]]] = [
-        (CHAT, chat()),
-        (CHAT, chat(model="none")),
-        (CHAT, chat(model="bad")),
+    asked: list[tuple[str, dict[str, Any] | None]] = [
+        *((path, None) for path in paths),
+        *((CHAT, chat(**more)) for more in ({}, {"model": "none"}, {"model": "bad"})),
         (f"{CHAT}?autoload=false", chat(model="a")),
         ("/tokenize", {"content": "a"}),
         ("/models/load", {"model": "none"}),
         ("/models/unload", {"model": "none"}),
     ]
-    for method, path, body in [
-        *(("GET", path, None) for path in paths),
-        *(("POST", *one) for one in posts),
-    ]:
+    for path, body in asked:
         async with both(real) as pair:
-            await both_alike(pair, method, path, json=body)
+            await both_alike(pair, "GET" if body is None else "POST", path, json=body)
 
 
 @asynccontextmanager

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ SOON = 10.0  # seconds within which a fault shows
 SLOWNESS = 30.0  # the same of a node that is slow: only requests tell
 PATIENCE = 100.0  # seconds for all other waits
 SPEED, SLOW_SPEED = 40.0, 8.0  # tokens a second
+
+Look = Callable[[], Awaitable[bool]]
 
 DESKS = [new_key(f"desk{number}") for number in range(5)]
 CROWD = [new_key(f"crowd{number}") for number in range(12)]
@@ -67,6 +69,10 @@ class Sign:
     labels: dict[str, str] = field(default_factory=dict)
     limit: float = SOON
     alert_lasts: bool = False  # whether the alert looks minutes back
+
+    def is_among(self, texts: Iterable[str]) -> bool:
+        """Whether one of the texts has all words."""
+        return any(all(word in " ".join(text.split()) for word in self.words) for text in texts)
 
 
 KILLED = Sign(
@@ -129,7 +135,7 @@ class Drill:
         """Wait until the fault, which was made since `begin`, shows everywhere."""
         began = self.began
         limit = sign.limit - (time.monotonic() - began)
-        places: dict[str, Callable[[], Awaitable[bool]]] = {
+        places: dict[str, Look] = {
             "dashboard": lambda: self._on_page(sign),
             "top": lambda: self._in_top(sign),
             "log": lambda: self._in_log(sign),
@@ -167,19 +173,16 @@ class Drill:
 
     async def _on_page(self, sign: Sign) -> bool:
         # A problem is a line: cause and remedy are what it unfolds.
-        texts = await self.page.page.locator(".problem").all_text_contents()
-        return any(_has(sign, text) for text in texts)
+        return sign.is_among(await self.page.page.locator(".problem").all_text_contents())
 
     async def _in_top(self, sign: Sign) -> bool:
         shown = str(self.top.query_one("#all-problems", Static).visual)
-        return any(_has(sign, line) for line in shown.splitlines())
+        return sign.is_among(shown.splitlines())
 
     async def _in_log(self, sign: Sign) -> bool:
         lines = self.gateway.lines[self.lines_before :]
-        return any(
-            one["event"] == "problem" and one["id"] == sign.problem and _has(sign, json.dumps(one))
-            for one in lines
-        )
+        problems = (one for one in lines if one["event"] == "problem" and one["id"] == sign.problem)
+        return sign.is_among(map(json.dumps, problems))
 
     async def _as_alert(self, sign: Sign) -> bool:
         wanted = {"alertname": sign.alert, **sign.labels}
@@ -205,14 +208,7 @@ class Drill:
         return "\n".join(lines)
 
 
-def _has(sign: Sign, text: str) -> bool:
-    text = " ".join(text.split())
-    return all(word in text for word in sign.words)
-
-
-async def _seconds_until(
-    look: Callable[[], Awaitable[bool]], began: float, limit: float, what: str
-) -> float:
+async def _seconds_until(look: Look, began: float, limit: float, what: str) -> float:
     async def found() -> float | None:
         return time.monotonic() - began if await look() else None
 
@@ -302,9 +298,8 @@ class Clients:
         headers = {"authorization": f"Bearer {BATCHER.text}"}
 
         async def look() -> bool | None:
-            return (
-                holds((await self.http.get(f"/v1/batches/{batch}", headers=headers)).json()) or None
-            )
+            found = await self.http.get(f"/v1/batches/{batch}", headers=headers)
+            return holds(found.json()) or None
 
         await eventually(look, PATIENCE)
 
