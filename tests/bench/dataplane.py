@@ -1,19 +1,9 @@
 """The data-plane benchmark: `python -m tests.bench.dataplane` (`make bench`).
 
-It measures the CPU time of one request and of one chunk of a stream (user and system, the whole
-process tree) as a ratio to nginx in the same run. Each round measures one target after the other;
-the result is the median over the rounds. Absolute figures vary with the machine and its load;
-these ratios hold.
-
-Two cores are used: the proxy has one to itself, and this process, which is both the emulated
-upstream and the load, has the other. Every answer is checked; a sample with errors is invalid.
-
-    python -m tests.bench.dataplane --quick                          seconds; figures mean little
-    python -m tests.bench.dataplane --markdown docs/performance.md --json bench.json
-
-While many streams run, the turns of the gateway's event loop are measured, too
-(`tests/loop_watch`): the longest, and how many take more than 50 ms of CPU. The functions in which
-those were are printed.
+What is measured, and how: docs/performance.md. Two cores are used: the proxy has one to itself, and
+this process, which is both the emulated upstream and the load, has the other. While many streams
+run, the turns of the gateway's event loop are measured, too (`tests/loop_watch`): the longest, and
+how many take more than 50 ms of CPU. The functions in which those were are printed.
 
 Modules: `upstream.py` is the emulated node and `node_replies.py` its responses, `load.py` the
 clients, `targets.py` the proxies (its docstring says how to add one), `scenarios.py` what is
@@ -28,7 +18,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import os
 import shlex
 import shutil
 import sys
@@ -39,37 +28,35 @@ from pathlib import Path
 from rich.console import Console
 
 from tests.bench import machine, report
-from tests.bench.arguments import one_of, positive
+from tests.bench.machine import one_of, positive
 from tests.bench.report import Results, Sample, number
 from tests.bench.scenarios import QUICK, RunningTarget, Scenario, Sizes, catalogue
 from tests.bench.targets import TARGETS, Plan, Target, TargetError, running
 from tests.bench.upstream import Upstream
 from tests.loop_watch.plugin import Children, environment
 
+NODES = 4
+SLOTS = 512  # slots of each node, at least: enough that no request waits in the gateway's queue
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit status."""
-    words = sys.argv[1:] if arguments is None else arguments
+
+def main(words: Sequence[str]) -> int:
     options, scenarios, sizes = _parse(words)
     progress = Console(stderr=True, highlight=False, soft_wrap=True)
     names = machine.installed(TARGETS, options.targets, list(TARGETS), progress)
-    targets = [TARGETS[name] for name in names]
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
-        progress.print("the benchmark needs two cores: one for the proxy, one for the load")
-    if not targets or len(cores) < 2:
+    cores = machine.two_cores(progress)
+    if not names or not cores:
         return 2
     rounds = options.rounds or (1 if options.quick else 5)
     command = shlex.join(["python", "-m", "tests.bench.dataplane", *words])
-    facts = machine.facts(names)
-    machine.print_facts(facts, progress)
-    setting = report.Setting(command, facts, sizes, rounds)
+    facts = machine.facts(names, progress)
     folder = Path(tempfile.mkdtemp(prefix="llama-gateway-bench-"))
+    targets = [TARGETS[name] for name in names]
     run = Run(scenarios, targets, sizes, rounds, cores[0], folder, progress)
     results = Results(machine.run_beside(run.samples(), cores))
     tables = report.tables(results, scenarios, names)
     sys.stdout.write(tables)
     if options.json:
+        setting = report.Setting(command, facts, sizes, rounds)
         options.json.write_text(report.as_json(results, setting))
     if results.invalid():
         progress.print(f"invalid samples; logs and configurations: {folder}", style="red")
@@ -87,25 +74,16 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[Scenario], Si
         description="CPU per request and per chunk of the gateway beside nginx and HAProxy.",
     )
     add = parser.add_argument
-    add(
-        "--targets",
-        type=one_of(list(TARGETS)),
-        help=f"of {','.join(TARGETS)}; default: all that are installed",
-    )
+    targets = f"of {','.join(TARGETS)}; default: all that are installed"
+    add("--targets", type=one_of(list(TARGETS)), help=targets)
     add("--only", help=f"scenarios, of {','.join(catalogue(Sizes()))}")
     add("--rounds", type=positive, help="default 5, with --quick 1")
     add("--quick", action="store_true", help="a few seconds a target, to check the harness")
-    add(
-        "--streams",
-        type=lambda text: tuple(positive(count) for count in text.split(",")),
-        help="counts of many streams, default 2000: there is a scenario for each, streams-COUNT",
-    )
+    streams = "counts of many streams, default 2000: there is a scenario for each, streams-COUNT"
+    add("--streams", type=lambda text: tuple(map(positive, text.split(","))), help=streams)
     add("--json", type=Path, help="write samples, verdicts and the machine's facts to this file")
-    add(
-        "--markdown",
-        type=Path,
-        help="write the tables between the markers of this page, if every sample is valid",
-    )
+    page = "write the tables between the markers of this page, if every sample is valid"
+    add("--markdown", type=Path, help=page)
     options = parser.parse_args(words)
     sizes = QUICK if options.quick else Sizes()
     if options.streams:
@@ -118,14 +96,8 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[Scenario], Si
     return options, [known[name] for name in chosen], sizes
 
 
-NODES = 4
-SLOTS = 512  # slots of each node, at least: enough that no request waits in the gateway's queue
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
-    """What is measured, how often, and on which core the proxy runs."""
-
     scenarios: Sequence[Scenario]
     targets: Sequence[Target]
     sizes: Sizes
@@ -135,7 +107,6 @@ class Run:
     progress: Console
 
     async def samples(self) -> list[Sample]:
-        """Measure. Each sample starts its target anew; no other target runs meanwhile."""
         taken: list[Sample] = []
         slots = max(SLOTS, *(2 * count // NODES for count in self.sizes.many))
         gc.disable()  # a collection in this process would count as a delay
@@ -143,7 +114,9 @@ class Run:
             async with Upstream(NODES, slots) as upstream:
                 for round_ in range(1, self.rounds + 1):
                     for scenario in self.scenarios:
-                        for target in self._order(scenario, round_):
+                        fitting = [t for t in self.targets if scenario.fits(t.name)]
+                        first = (round_ - 1) % max(1, len(fitting))
+                        for target in fitting[first:] + fitting[:first]:
                             sample = await self._sample(scenario, target, round_, upstream)
                             taken.append(sample)
                             self._print_sample(scenario, sample)
@@ -152,16 +125,11 @@ class Run:
             gc.enable()
         return taken
 
-    def _order(self, scenario: Scenario, round_: int) -> list[Target]:
-        """The targets in their order; each round begins with another one."""
-        fitting = [t for t in self.targets if scenario.fits(t.name)]
-        first = (round_ - 1) % max(1, len(fitting))
-        return fitting[first:] + fitting[:first]
-
     async def _sample(
         self, scenario: Scenario, target: Target, round_: int, upstream: Upstream
     ) -> Sample:
-        folder = self.folder / f"{scenario.name}-{target.name}-{round_}"
+        place = (scenario.name, target.name, round_)
+        folder = self.folder / "-".join(map(str, place))
         folder.mkdir()
         turns = None
         if scenario.watches_turns and target.name == report.OURS:
@@ -173,24 +141,21 @@ class Run:
                 subject = RunningTarget(proxy.address, proxy.pid, upstream, turns)
                 figures, outcome = await scenario.run(subject, self.sizes)
         except (TargetError, OSError) as error:
-            return Sample(scenario.name, target.name, round_, {}, 1, str(error))
+            return Sample(*place, {}, 1, str(error))
         figures["reconnects"] = outcome.reconnects
-        return Sample(
-            scenario.name, target.name, round_, figures, outcome.errors, outcome.first_error
-        )
+        return Sample(*place, figures, outcome.errors, outcome.first_error)
 
     def _print_sample(self, scenario: Scenario, sample: Sample) -> None:
-        place = f"{sample.round}/{self.rounds}  {scenario.name:12} {sample.target:8}"
-        if sample.errors:
-            words = f"{place} INVALID, {sample.errors} errors: {sample.first_error}"
-            self.progress.print(words, style="red", markup=False)
-            return
+        line = f"{sample.round}/{self.rounds}  {scenario.name:12} {sample.target:8}"
         seen = sample.figures
-        line = f"{place} {scenario.figure} {number(seen[scenario.figure])}"
+        if sample.errors:
+            line += f" INVALID, {sample.errors} errors: {sample.first_error}"
+        else:
+            line += f" {scenario.figure} {number(seen[scenario.figure])}"
         if "rate" in seen:
             line += f", {seen['rate']:.0f}/s, proxy {seen['proxy_busy']:.0%}"
             line += f", load {seen['load_busy']:.0%}, disturbed {seen['disturbed']:.0%}"
-        self.progress.print(line, markup=False)
+        self.progress.print(line, style="red" if sample.errors else None, markup=False)
 
 
 def _watched(target: Target, folder: Path) -> Target:
@@ -205,4 +170,4 @@ def _watched(target: Target, folder: Path) -> Target:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

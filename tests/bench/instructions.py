@@ -1,26 +1,15 @@
 """User instructions for each request, counted by callgrind: `python -m tests.bench.instructions`.
 
-Unlike times, instruction counts do not depend on other work, so two checkouts can be compared on a
-busy machine. Each checkout serves with its own `.venv`. They are counted alternately, and the
-minimum of each round's counts is compared. A request is the difference of N and 2 N requests by N,
-the least of three counts of each: what other work adds, a checkpoint of SQLite for one, comes in
-bursts. The event loop's thread is counted apart from all threads.
-
-What is done so many times a second, however few requests there are, would be charged to too few of
-them, as valgrind slows the gateway down some fifty times. So a request is counted while clocks
-stand still, those of store and ledger and all sleeps and time limits in coroutines, and the ledger
-writes as many rows at once as it would at 100 requests a second. Then an idle gateway whose clocks
-run is counted for a while: it is as idle under valgrind as it is without. A hundredth of that is
-added to each request.
+How they are counted: docs/performance.md. Each checkout serves with its own `.venv`; they are
+counted alternately, and the minimum of each round's counts is compared. Of three counts of as many
+requests the least is taken: what other work adds, a checkpoint of SQLite for one, comes in bursts.
 
     python -m tests.bench.instructions                     this checkout
     python -m tests.bench.instructions ../before .         two, and the second's ratio to the first
-    python -m tests.bench.instructions .+key .+key-limits  one, with a key, and with one that has
-                                                           every limit
-    python -m tests.bench.instructions .+off .             one, without a store, and with its ledger
+    python -m tests.bench.instructions .+key .+key-limits  with a key, and with one of every limit
+    python -m tests.bench.instructions .+off .             without a store, and with its ledger
     python -m tests.bench.instructions .+silent .+telemetry .+telemetry-all
-                                                           one, without telemetry, with all of it
-                                                           and 5 % of traces, and with all traces
+                                       without telemetry, with 5 % of traces, and with all traces
 
 Exit status: 0 counted; 1 some answer was wrong or a gateway did not start; 2 usage error.
 """
@@ -30,7 +19,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -42,16 +30,17 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gateway.callers.keys import hash_key
 from gateway.local.server import claim_port, claimed_port
-from tests.bench.arguments import positive
-from tests.bench.load import Address, ChatConnection, Load, LoadConnection
+from tests.bench.load import Address, Load, LoadConnection
+from tests.bench.machine import positive
 from tests.bench.node_replies import MODEL
-from tests.bench.scenarios import chat, plain_load, stream_load
-from tests.bench.targets import HOST, status_of
+from tests.bench.scenarios import chat_load, plain_load, stream_load
+from tests.bench.targets import HOST, Plan, gateway, status_of
 from tests.bench.upstream import Script, Upstream
 
 WARM_UP = 300
@@ -81,10 +70,8 @@ STOPPED = 1e6
 TIMERS = {
     "gateway.events": {"DEFER_SECONDS": STOPPED, "MOST_DEFERRED": DEFERRED},
     "gateway.callers.ledger": {
-        "FLUSH_SECONDS": STOPPED,
+        **dict.fromkeys(("FLUSH_SECONDS", "RECOVERY_SECONDS", "HEARTBEAT_SECONDS"), STOPPED),
         "JOURNALED_WITHIN": 10 * STOPPED,  # the time until the next flush is subtracted
-        "RECOVERY_SECONDS": STOPPED,
-        "HEARTBEAT_SECONDS": STOPPED,
     },
     "gateway.schedule.lease_service": {"SPEED_SAMPLE_INTERVAL": 0.0},  # each request is a sample
 }
@@ -93,50 +80,36 @@ counted."""
 TIMER_DEFAULTS = {
     "gateway.store.store": ("Store", "check_seconds", "look_seconds"),
     "gateway.transport.connection": ("TurnLimit", "seconds"),
-}
-"""The same, of constants that are the defaults of a class."""
+}  # the same, of constants that are the defaults of a class
 SHORTEST_STOPPED = 0.1  # seconds from which on sleeps and time limits never end
 STOP_CLOCKS = f"""
-import asyncio, importlib, signal, sys
+import asyncio, contextlib, importlib, signal, sys
 sleep, timeout = asyncio.sleep, asyncio.timeout
 def stop(*_):
     asyncio.sleep = lambda delay, *result: sleep(
         delay if delay < {SHORTEST_STOPPED} else {STOPPED}, *result)
     asyncio.timeout = lambda delay: timeout(
         delay if delay is not None and delay < {SHORTEST_STOPPED} else None)
-    try:
+    with contextlib.suppress(ImportError):
         from gateway.store.store import StoreWorker
-    except ImportError:
-        return
-    rest = StoreWorker._rest
-    StoreWorker._rest = lambda worker, seconds: rest(
-        worker, seconds if seconds < {SHORTEST_STOPPED} else {STOPPED})
+        rest = StoreWorker._rest
+        StoreWorker._rest = lambda worker, seconds: rest(
+            worker, seconds if seconds < {SHORTEST_STOPPED} else {STOPPED})
 signal.signal(signal.SIGUSR1, stop)  # by then the gateway is ready, for which it must wait
 for module, values in {TIMERS!r}.items():
-    try:
+    with contextlib.suppress(ImportError):  # a checkout may be without it
         found = importlib.import_module(module)
-    except ImportError:
-        continue
-    for name, value in values.items():
-        if hasattr(found, name):
-            setattr(found, name, value)
+        for name in values.keys() & vars(found).keys():
+            setattr(found, name, values[name])
 for module, (owner, *names) in {TIMER_DEFAULTS!r}.items():
-    try:
+    with contextlib.suppress(ImportError, AttributeError):
         defaults = getattr(importlib.import_module(module), owner).__init__.__kwdefaults__
-    except (ImportError, AttributeError):
-        continue
-    for name in names:
-        if name in defaults:
-            defaults[name] = {STOPPED}
-try:
+        defaults.update(dict.fromkeys(defaults.keys() & names, {STOPPED}))
+with contextlib.suppress(ImportError):
     from gateway.callers.ledger import Ledger
-except ImportError:
-    pass
-else:
     make = Ledger.__init__
-    def make_with_few_rows(self, *values, **named):
-        make(self, *values, flush_rows={FLUSH_ROWS}, **named)
-    Ledger.__init__ = make_with_few_rows
+    Ledger.__init__ = lambda self, *values, **named: make(
+        self, *values, flush_rows={FLUSH_ROWS}, **named)
 """
 LAUNCH = """
 import sys
@@ -149,18 +122,12 @@ main()
 KEY = hash_key("lg_bench_0123456789abcdefghijklmnopqrstuvwxyzABCDEFG")
 
 EVERY_LIMIT = {
-    "rpm": 1_000_000,
-    "tpm": 1_000_000_000,
-    "tokens_per_day": 1_000_000_000,
+    **dict.fromkeys(("rpm", "tpm", "tokens_per_day"), 1_000_000_000),
+    **dict.fromkeys(("prompt_tokens", "completion_tokens", "concurrency"), 100_000),
     "budget": "1000000/month",
-    "concurrency": 1000,
-    "prompt_tokens": 100_000,
-    "completion_tokens": 100_000,
     "max_class": "normal",
     "models": [MODEL],
 }
-
-
 TELEMETRY = {"silent": 0.0, "telemetry": 0.05, "telemetry-all": 1.0}
 """Shares of requests that are traced. `silent`: no telemetry but the metrics, which are always on;
 else also an access log, OpenTelemetry's names, metrics of nodes, and traces."""
@@ -197,11 +164,9 @@ class Subject:
 
     @property
     def traced_share(self) -> float:
-        """The share of its requests that are traced."""
         return TELEMETRY.get(self.caller, 0.0)
 
     def launcher(self) -> str:
-        """The program of a gateway whose requests are counted."""
         if not self.traced_share:
             return STOP_CLOCKS + LAUNCH
         traces = min(250, round(RATE * TRACE_SECONDS * self.traced_share))
@@ -231,8 +196,7 @@ class Subject:
         return load
 
 
-@dataclass(frozen=True, slots=True)
-class InstructionScenario:
+class InstructionScenario(NamedTuple):
     """One scenario: a load over one connection."""
 
     option: str
@@ -256,17 +220,11 @@ class ChunkCountingConnection(LoadConnection):
                 connection.stream.resume()
 
 
-def _plain_chat(address: Address) -> Load:
-    ChatConnection.tokens = TOKENS
-    return Load(address, chat(stream=False), connection=ChatConnection)
-
-
+_STREAM, _CHAT = partial(stream_load, tokens=TOKENS), partial(chat_load, tokens=TOKENS)
 SCENARIOS = (
     InstructionScenario("embedding", "plain embeddings", plain_load),
-    InstructionScenario(
-        "stream", f"chat stream of {TOKENS} tokens", lambda address: stream_load(address, TOKENS)
-    ),
-    InstructionScenario("plain", f"plain chat of {TOKENS} tokens", _plain_chat),
+    InstructionScenario("stream", f"chat stream of {TOKENS} tokens", _STREAM),
+    InstructionScenario("plain", f"plain chat of {TOKENS} tokens", _CHAT),
 )
 
 COUNTED = (*(scenario.option for scenario in SCENARIOS), "chunk", "idle")
@@ -276,29 +234,21 @@ OF_LOOP = ", event loop's thread"
 """Ends the name of a count of that thread alone; the others are of all threads."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Count the instructions; the exit status."""
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("checkouts", nargs="*", type=_subject, default=[Subject(Path())])
-    parser.add_argument(
-        "--only", nargs="+", choices=COUNTED, default=COUNTED, help="what is counted"
-    )
-    parser.add_argument(
-        "--requests",
-        type=positive,
-        default=100,
-        help="in each scenario: so many, and twice as many",
-    )
-    parser.add_argument(
-        "--rounds", type=positive, default=3, help="the minimum of them is compared"
-    )
-    options = parser.parse_args(arguments)
+    add = parser.add_argument
+    add("checkouts", nargs="*", type=_subject, default=[Subject(Path())])
+    add("--only", nargs="+", choices=COUNTED, default=COUNTED, help="what is counted")
+    requests = "in each scenario: so many, and twice as many"
+    add("--requests", type=positive, default=100, help=requests)
+    add("--rounds", type=positive, default=3, help="the minimum of them is compared")
+    options = parser.parse_args()
     if shutil.which("valgrind") is None:
         parser.error("valgrind is not installed (apt-get install valgrind)")
     for subject in options.checkouts:
-        if not (subject.checkout / ".venv/bin/python").exists():
+        if not (subject.checkout / subject.python).exists():
             parser.error(f"{subject.checkout} has no .venv (make install there)")
     rows: list[list[dict[str, int]]] = [[] for _ in options.checkouts]
     for _ in range(options.rounds):
@@ -308,8 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             except RuntimeError as error:
                 print(f"{subject.checkout}: {error}", file=sys.stderr)
                 return 1
-    for line in report(rows):
-        print(line)
+    print(*report(rows), sep="\n")
     return 0
 
 
@@ -339,9 +288,8 @@ def report(rows: Sequence[Sequence[dict[str, int]]]) -> Iterator[str]:
 def _subject(text: str) -> Subject:
     checkout, plus, caller = text.partition("+")
     if plus + caller not in CALLERS:
-        raise argparse.ArgumentTypeError(
-            f"behind the checkout: {', '.join(CALLERS[1:])} or nothing"
-        )
+        words = f"behind the checkout: {', '.join(CALLERS[1:])} or nothing"
+        raise argparse.ArgumentTypeError(words)
     return Subject(Path(checkout), caller)
 
 
@@ -374,8 +322,6 @@ async def count(
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A gateway that runs under callgrind, and its node."""
-
     address: Address
     node: Upstream
     process: subprocess.Popen[bytes]
@@ -396,7 +342,11 @@ async def _served(subject: Subject, launcher: str) -> AsyncIterator[Served]:
             ports = (node.ports[0], collector_port)
             process = _start_gateway(subject, launcher, folder, address, *ports)
             try:
-                await _until_ready(process, address, folder)
+                async with asyncio.timeout(START_LIMIT):  # 401: it knows its keys
+                    while await status_of(address, "/v1/models") not in {200, 401}:
+                        if process.poll() is not None:
+                            raise RuntimeError(f"the gateway ended; see {folder}/log")
+                        await asyncio.sleep(0.2)
                 yield Served(address, node, process, folder)
             finally:
                 process.kill()  # it would wait by clocks that stand still
@@ -421,17 +371,13 @@ def _start_gateway(
     # In a folder of their own: the gateway watches theirs, and would see each line of the log.
     watched = folder / "config"
     watched.mkdir()
-    nodes, settings = watched / "nodes.yaml", watched / "gateway.yaml"
-    nodes.write_text(json.dumps({"nodes": [{"name": "node", "url": f"http://{HOST}:{node}"}]}))
     # Probes and the watching of files must not count.
-    settings.write_text(json.dumps({"health": {"interval": 3600}} | subject.settings(collector)))
+    settings = {"health": {"interval": 3600}} | subject.settings(collector)
+    served = gateway("", Plan(watched, address[1], (node,)), settings)
     command = [
         *("setpriv", "--pdeathsig", "TERM", "valgrind", "--tool=callgrind"),
-        f"--callgrind-out-file={folder}/counted",
-        "--separate-threads=yes",
-        *(subject.python, "-c", launcher, "serve", "--nodes", str(nodes)),
-        *("--config", str(settings), "--host", HOST, "--port", str(address[1])),
-        *("--admin-port", "0"),
+        *(f"--callgrind-out-file={folder}/counted", "--separate-threads=yes"),
+        *(subject.python, "-c", launcher, *served[1:]),
     ]
     with (folder / "log").open("wb") as log:
         return subprocess.Popen(
@@ -440,20 +386,9 @@ def _start_gateway(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={
-                **os.environ,
-                "PYTHONHASHSEED": "0",  # equal dictionary layouts in all runs
-                "XDG_STATE_HOME": str(folder / "state"),
-            },
+            # Equal dictionary layouts in all runs.
+            env=os.environ | {"PYTHONHASHSEED": "0", "XDG_STATE_HOME": str(folder / "state")},
         )
-
-
-async def _until_ready(process: subprocess.Popen[bytes], address: Address, folder: Path) -> None:
-    async with asyncio.timeout(START_LIMIT):
-        while await status_of(address, "/v1/models") not in {200, 401}:  # 401: it knows its keys
-            if process.poll() is not None:
-                raise RuntimeError(f"the gateway ended; see {folder}/log")
-            await asyncio.sleep(0.2)
 
 
 class Instructions(NamedTuple):
@@ -468,29 +403,26 @@ class Instructions(NamedTuple):
 
 
 async def _count_request(load: Load, served: Served, requests: int) -> Instructions:
-    await load.connect(1)
-    await load.run(WARM_UP, LIMIT)
-    await asyncio.sleep(WINDOW_SECONDS)
-    few = await _least(load, served, requests)
-    many = await _least(load, served, 2 * requests)
-    await load.close()
+    async with load.connected(1):
+        await load.run(WARM_UP, LIMIT)
+        await asyncio.sleep(WINDOW_SECONDS)
+        few = await _least(load, served, requests)
+        many = await _least(load, served, 2 * requests)
     return many.each(few, requests)
 
 
 async def _count_chunk(subject: Subject, served: Served) -> Instructions:
-    """Instructions for each chunk of a stream that comes chunk by chunk."""
     found = []
     for tokens in (TOKENS, LONG_TOKENS):
         served.node.script = Script(tokens, interval=0.0, held=True)
         load = subject.send(stream_load(served.address, tokens))
         load.connection = ChunkCountingConnection
         ChunkCountingConnection.node = served.node
-        await load.connect(1)
-        await load.run(STREAMS, LIMIT)
-        await asyncio.sleep(WINDOW_SECONDS)
-        ChunkCountingConnection.chunks = 0
-        counted = await _least(load, served, STREAMS)
-        await load.close()
+        async with load.connected(1):
+            await load.run(STREAMS, LIMIT)
+            await asyncio.sleep(WINDOW_SECONDS)
+            ChunkCountingConnection.chunks = 0
+            counted = await _least(load, served, STREAMS)
         found.append((counted, ChunkCountingConnection.chunks / WINDOWS))
     (few, few_chunks), (many, many_chunks) = found
     return many.each(few, many_chunks - few_chunks)
@@ -510,10 +442,8 @@ async def _least(load: Load, served: Served, requests: int) -> Instructions:
 
 
 async def _count_idle(load: Load, served: Served) -> Instructions:
-    """Instructions a second of a gateway that has had some requests."""
-    await load.connect(1)
-    await load.run(WARM_UP, LIMIT)
-    await load.close()
+    async with load.connected(1):
+        await load.run(WARM_UP, LIMIT)
     await asyncio.sleep(SETTLE_SECONDS)
     await _control("--zero", served.process.pid)
     began = time.monotonic()
@@ -523,14 +453,9 @@ async def _count_idle(load: Load, served: Served) -> Instructions:
 
 
 async def _dumped(served: Served) -> Instructions:
-    """Instructions since the counters were set to zero."""
-    before = _dumps(served.folder)
+    before = set(served.folder.glob("counted*"))
     await _control("--dump", served.process.pid)
-    return instructions_of(_dumps(served.folder) - before)
-
-
-def _dumps(folder: Path) -> set[Path]:
-    return set(folder.glob("counted*"))
+    return instructions_of(set(served.folder.glob("counted*")) - before)
 
 
 def instructions_of(dumps: Collection[Path]) -> Instructions:

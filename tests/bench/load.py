@@ -11,9 +11,10 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Self, cast
 from zlib import crc32
 
 import httptools
@@ -26,8 +27,6 @@ CONNECTING_AT_ONCE = 64
 
 @dataclass(slots=True)
 class Outcome:
-    """The results of a load's requests."""
-
     completed: int = 0
     errors: int = 0
     first_error: str = ""
@@ -114,38 +113,30 @@ class ChatConnection(LoadConnection):
 
     def problem(self) -> str:
         body, self.body = self.body, b""
-        status = self.parser.get_status_code()
-        if status != 200:
-            return f"status {status}"
         try:
             choice = json.loads(body)["choices"][0]
             content = (choice["message"]["content"], choice["finish_reason"])
         except (ValueError, LookupError, TypeError):
-            return f"not a chat completion ({len(body)} bytes)"
-        return (
-            ""
-            if content == (node_replies.text(self.tokens), "stop")
-            else "another text or finish reason"
-        )
+            return f"status {self.parser.get_status_code()}, no chat completion: {body[:100]!r}"
+        good = content == (node_replies.text(self.tokens), "stop")
+        return "" if good else "another text or finish reason"
 
 
 class StampedConnection(LoadConnection):
     """Answers are streams of stamped events; records the age of each event on arrival."""
 
-    partial = b""
-
     def __init__(
         self, finished: Callable[[LoadConnection, str], None], length: int, crc: int
     ) -> None:
         super().__init__(finished, length, crc)
+        self.partial = b""
         self.ages: list[tuple[int, int]] = []
         """Time of arrival (monotonic) and age of each event, in microseconds."""
 
     def on_body(self, body: bytes) -> None:
         now = time.monotonic_ns() // 1000
         self.length += len(body)
-        whole, ended, rest = (self.partial + body).rpartition(b"\n\n")
-        self.partial = rest
+        whole, ended, self.partial = (self.partial + body).rpartition(b"\n\n")
         if ended:
             self.ages.extend((now, now - sent) for sent in node_replies.stamps(whole))
             self.crc = whole.endswith(node_replies.DONE.rstrip())
@@ -176,11 +167,24 @@ class Load:
     _idle: list[LoadConnection] = field(default_factory=list, repr=False)
     _repairs: set[asyncio.Task[None]] = field(default_factory=set)
 
-    async def connect(self, count: int) -> None:
-        """Open `count` connections, not all at the same instant."""
-        while len(self.connections) < count:
-            batch = min(CONNECTING_AT_ONCE, count - len(self.connections))
-            self.connections += await asyncio.gather(*(self._connect() for _ in range(batch)))
+    @asynccontextmanager
+    async def connected(self, count: int) -> AsyncIterator[Self]:
+        """Open `count` connections, not all at the same instant; they are aborted at the end."""
+        try:
+            while len(self.connections) < count:
+                batch = min(CONNECTING_AT_ONCE, count - len(self.connections))
+                self.connections += await asyncio.gather(*(self._connect() for _ in range(batch)))
+            yield self
+        finally:
+            self._unsent = 0
+            for connection in self.connections:
+                connection.busy = False
+                connection.abort()
+            for task in list(self._repairs):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, OSError):
+                    await task
+            await asyncio.sleep(0)
 
     async def run(self, total: int, limit: float, spread: float = 0.0) -> Outcome:
         """Send `total` requests; each connection sends its next one after the answer.
@@ -196,10 +200,9 @@ class Load:
             loop.call_later(i * pause, self._next, connection)
             for i, connection in enumerate(self.connections[:total])
         ]
-        await self._answered(total, limit)
+        await self._answered(total, begin, limit)
         for start in starts:
             start.cancel()
-        self.outcome.seconds = self.clock() - begin
         return self.outcome
 
     async def steady(self, rate: float, seconds: float, limit: float) -> Outcome:
@@ -219,20 +222,8 @@ class Load:
                 self.connections.append(await self._connect())
                 self._idle.append(self.connections[-1])
             self._idle.pop().send(self.request)
-        await self._answered(total, limit)
-        self.outcome.seconds = self.clock() - begin
+        await self._answered(total, begin, limit)
         return self.outcome
-
-    async def close(self) -> None:
-        """Abort all connections."""
-        self._unsent = 0
-        for connection in self.connections:
-            connection.busy = False
-            connection.abort()
-        for task in list(self._repairs):
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, OSError):
-                await task
 
     def _begin(self, total: int) -> float:
         self.outcome = Outcome()
@@ -240,13 +231,14 @@ class Load:
         self._done.clear()
         return self.clock()
 
-    async def _answered(self, total: int, limit: float) -> None:
+    async def _answered(self, total: int, begin: float, limit: float) -> None:
         try:
             async with asyncio.timeout(limit):
                 await self._done.wait()
         except TimeoutError:
             self._unsent = 0
             self.outcome.fail(f"{self._open} of {total} answers missing after {limit:g} s")
+        self.outcome.seconds = self.clock() - begin
 
     async def _connect(self) -> LoadConnection:
         loop = asyncio.get_running_loop()

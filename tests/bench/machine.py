@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import os
 import platform
+import re
 import resource
 import subprocess
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,41 +27,28 @@ from tests.bench.targets import TARGETS, Target
 Found = TypeVar("Found")
 
 
-def facts(targets: Sequence[str]) -> dict[str, str]:
-    """The facts that a reader needs to judge the figures."""
+def facts(targets: Sequence[str], progress: Console) -> dict[str, str]:
+    """The facts that a reader needs to judge the figures, which are printed, too."""
+    model = re.search(r"^model name\s*: (.+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     known = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "cpu": cpu_model(Path("/proc/cpuinfo").read_text()),
+        "cpu": model[1].strip() if model else platform.machine(),
         "cores": str(os.cpu_count()),
         "load": f"{os.getloadavg()[0]:.2f} (one minute, before the run)",
         "kernel": platform.release(),
         "python": f"{platform.python_version()}, {python_build.described()}",
         "uvloop": _installed("uvloop"),
-        "gateway": " ".join(filter(None, (_installed("llama-gateway"), commit()))),
+        "gateway": f"{_installed('llama-gateway')} {commit()}".rstrip(),
     }
     for name in targets:
         program = TARGETS[name].program()
-        if name in known or not program:
-            continue
-        known[name] = _output_of([program, *TARGETS[name].version]).splitlines()[0]
-    return known
-
-
-def print_facts(known: dict[str, str], progress: Console) -> None:
-    """Print the facts before a run, with a warning if this Python is not optimised."""
+        if program and name not in known:
+            known[name] = _output_of([program, *TARGETS[name].version]).splitlines()[0]
     for name, value in known.items():
         progress.print(f"{name}: {value}")
     if warning := python_build.warning():
         progress.print(warning, style="yellow")
-
-
-def cpu_model(cpuinfo: str) -> str:
-    """The model name in /proc/cpuinfo; without one, the machine's architecture."""
-    for line in cpuinfo.splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() == "model name":
-            return value.strip()
-    return platform.machine()
+    return known
 
 
 def _installed(distribution: str) -> str:
@@ -79,20 +68,13 @@ def commit() -> str:
 def _output_of(command: list[str]) -> str:
     """The output of a command; empty when it fails."""
     try:
-        done = subprocess.run(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=10,
-            check=True,
-        )
+        output = subprocess.check_output(command, stderr=subprocess.STDOUT, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout.strip()
+    return str(output).strip()
 
 
-def tree(pid: int) -> list[psutil.Process]:
+def _tree(pid: int) -> list[psutil.Process]:
     """The process and its living descendants."""
     root = psutil.Process(pid)
     return [root, *root.children(recursive=True)]
@@ -105,49 +87,70 @@ def cpu_seconds(pid: int) -> float:
     /proc/PID/stat (10 ms) are too coarse for a short run. Ended ones are known in ticks only.
     """
     total = 0.0
-    for process in tree(pid):
-        try:
-            total += time.clock_gettime(_cpu_clock(process.pid))
+    for process in _tree(pid):
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):  # ended: its parent has its time
+            total += time.clock_gettime((~process.pid << 3) | 2)  # as clock_getcpuclockid(3) says
             ended = process.cpu_times()
-        except (OSError, psutil.NoSuchProcess):  # ended meanwhile: its parent has its time
-            continue
-        total += ended.children_user + ended.children_system
+            total += ended.children_user + ended.children_system
     return total
 
 
 def resident_bytes(pid: int) -> int:
     """Resident memory of the tree; pages that two of its processes share count twice."""
-    return sum(process.memory_info().rss for process in tree(pid))
+    return sum(process.memory_info().rss for process in _tree(pid))
 
 
 def waited_seconds(pid: int) -> float:
     """Seconds in which living threads of the tree were runnable and other work had their core."""
     total = 0
-    for process in tree(pid):
+    for process in _tree(pid):
         for thread in Path(f"/proc/{process.pid}/task").glob("*/schedstat"):
             with contextlib.suppress(OSError):  # ended meanwhile
                 total += int(thread.read_text().split()[1])
     return total / 1e9
 
 
-def _cpu_clock(pid: int) -> int:
-    """Linux's clock id of a process's CPU time, as clock_getcpuclockid(3) computes it."""
-    return (~pid << 3) | 2
+# What the benches' command lines share.
+
+
+def one_of(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """Return a parser of comma-separated names, each of which must be `known`."""
+
+    def parse(text: str) -> list[str]:
+        chosen = text.split(",")
+        if unknown := [name for name in chosen if name not in known]:
+            words = f"unknown: {', '.join(unknown)} (there are {', '.join(known)})"
+            raise argparse.ArgumentTypeError(words)
+        return chosen
+
+    return parse
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"not a positive whole number: {text}")
+    return int(text)
+
+
+def two_cores(progress: Console) -> list[int]:
+    """The cores that this process may use; none where there is only one."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) >= 2:
+        return cores
+    progress.print("the benchmark needs two cores: one for the proxy, one for the load")
+    return []
 
 
 def installed(
     known: Mapping[str, Target], names: Sequence[str] | None, usual: Sequence[str], told: Console
 ) -> list[str]:
-    """Those of the names, else of the usual ones, that are installed.
-
-    None if one that was named is not.
-    """
+    """Those of the usual ones that are installed; or all named ones, none if one is missing."""
     missing = [name for name in names or usual if known[name].program() is None]
     for name in missing:
         told.print(f"{name} is not installed ({known[name].remedy})", style="yellow")
-    if names and missing:
-        return []
-    return [name for name in names or usual if name not in missing]
+    if names:
+        return [] if missing else list(names)
+    return [name for name in usual if name not in missing]
 
 
 def run_beside(work: Coroutine[Any, Any, Found], cores: Sequence[int]) -> Found:

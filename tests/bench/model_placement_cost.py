@@ -51,7 +51,6 @@ class LargeFleet:
             self.policy.rates.note(rng.choice(MODELS), self.now - 900 + place * 0.045)
 
     def put(self, instance: Instance) -> None:
-        """Tell the policy."""
         self.instances[instance.key] = instance
         self.policy.fleet.put(instance)
 
@@ -86,7 +85,6 @@ class LargeFleet:
 
 
 def main() -> None:
-    """Print the percentiles of both."""
     began = time.process_time()
     fleet = LargeFleet(random.Random(1))
     told = time.process_time() - began

@@ -6,48 +6,37 @@ that reads streams finds the same as in production.
 
 from __future__ import annotations
 
-import json
 import time
-from typing import Any
+from dataclasses import replace
 
 from tests.emulator import EmulatedNode, info_endpoints
+from tests.emulator.apis import DONE as LAST
+from tests.emulator.apis import Answer, Chat, ResponseState, to_json
+from tests.emulator.request_body import read_generation_request
 
 MODEL = "demo"
 CONTEXT = 4096  # context of a slot, in tokens, that the emulated node reports
 EMBEDDING_BYTES = 400
 STAMP_DIGITS = 16  # digits of the microseconds in a stamped event
 _WORDS = ("copper ", "window ", "bridge ", "garden ", "silver ", "marble ", "violin ", "summit ")
-_ID = "chatcmpl-Vb0pXy3kQzN7uTfL2mRaWc9sHdEgJiKo"
-_CREATED = 1767225600
+_ANSWER = Answer(0, "", prompt_tokens=12, slot=0, tokens=200, prefill=0.02, decode=3.98)
 
 
-def _timing(what: str, tokens: int, each: float, speed: float) -> dict[str, float]:
-    ms = 1000 * tokens / speed
-    per = {f"{what}_per_token_ms": each, f"{what}_per_second": speed}
-    return {f"{what}_n": tokens, f"{what}_ms": ms, **per}
-
-
-_TIMINGS = {
-    "timings": {
-        "cache_n": 0,
-        **_timing("prompt", 12, 1.667, 600.0),
-        **_timing("predicted", 200, 20.0, 50.0),
-    }
-}
+def _chat(answer: Answer, **options: object) -> Chat:
+    request = read_generation_request("chat", {"messages": [], **options}, 1)
+    return Chat(ResponseState(request, MODEL, created=1767225600, number=1, answers=[answer]))
 
 
 def compact(value: object) -> bytes:
     """JSON without spaces, as llama.cpp writes it."""
-    return json.dumps(value, separators=(",", ":")).encode()
+    return to_json(value)
 
 
 def http_chunk(body: bytes) -> bytes:
-    """One HTTP/1.1 chunk."""
     return b"%x\r\n%b\r\n" % (len(body), body)
 
 
 def plain_response(body: bytes, status: str = "200 OK") -> bytes:
-    """A plain response with its head."""
     return (
         f"HTTP/1.1 {status}\r\nServer: llama.cpp\r\nAccess-Control-Allow-Origin: \r\n"
         f"Content-Type: application/json; charset=utf-8\r\nContent-Length: {len(body)}\r\n"
@@ -55,42 +44,18 @@ def plain_response(body: bytes, status: str = "200 OK") -> bytes:
     ).encode() + body
 
 
-def _completion(kind: str, choices: list[object], more: dict[str, Any]) -> bytes:
-    """A chat completion, or a chunk of one."""
-    return compact(
-        {
-            "choices": choices,
-            "created": _CREATED,
-            "id": _ID,
-            "model": MODEL,
-            "system_fingerprint": "b0-unknown",
-            "object": kind,
-            **more,
-        }
-    )
-
-
-def _event(choices: list[object], more: dict[str, Any]) -> bytes:
-    return b"data: " + _completion("chat.completion.chunk", choices, more) + b"\n\n"
-
-
-def _chunk(delta: dict[str, object], finish: str | None = None, **more: Any) -> bytes:
-    return _event([{"finish_reason": finish, "index": 0, "delta": delta}], more)
-
-
 STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\nServer: llama.cpp\r\nAccess-Control-Allow-Origin: \r\n"
     b"X-Accel-Buffering: no\r\nContent-Type: text/event-stream\r\n"
     b"Transfer-Encoding: chunked\r\nKeep-Alive: timeout=5, max=100\r\n\r\n"
 )
-ROLE = _chunk({"role": "assistant", "content": None})
-TOKENS = tuple(_chunk({"content": word}) for word in _WORDS)
-FINAL = _chunk({}, "stop", **_TIMINGS)
-_USED = {"completion_tokens": 200, "prompt_tokens": 12, "total_tokens": 212}
-USAGE = _event([], {"usage": _USED | {"prompt_tokens_details": {"cached_tokens": 0}}, **_TIMINGS})
-DONE = b"data: [DONE]\n\n"
+_CHAT = _chat(_ANSWER)
+[ROLE], [FINAL] = _CHAT.start(_ANSWER), _CHAT.finish(_ANSWER)
+TOKENS = tuple(_CHAT.delta(_ANSWER, word) for word in _WORDS)
+USAGE, _ = _chat(_ANSWER, stream_options={"include_usage": True}).end()
+DONE = LAST
 END_OF_BODY = b"0\r\n\r\n"
-_STAMP_BEFORE, _STAMP_AFTER = _chunk({"content": "t=@"}).split(b"@")
+_STAMP_BEFORE, _STAMP_AFTER = _CHAT.delta(_ANSWER, "t=@").split(b"@")
 STAMP_MARK = b'"t='
 
 
@@ -132,22 +97,14 @@ def stamped_length(tokens: int) -> int:
 
 def plain_chat(tokens: int) -> bytes:
     """The body of a plain (stream: false) chat answer."""
-    message = {"role": "assistant", "content": text(tokens)}
-    used = {"completion_tokens": tokens, "prompt_tokens": 12, "total_tokens": tokens + 12}
-    choice = {"finish_reason": "stop", "index": 0, "message": message}
-    return _completion("chat.completion", [choice], {"usage": used, **_TIMINGS})
+    return to_json(_chat(replace(_ANSWER, text=text(tokens), tokens=tokens)).plain())
 
 
 def _embedding(size: int) -> bytes:
     vector = [0.015625 * (i % 7 - 3) for i in range(31)]
-    body = compact(
-        {
-            "model": MODEL,
-            "object": "list",
-            "usage": {"prompt_tokens": 8, "total_tokens": 8},
-            "data": [{"embedding": vector, "index": 0, "object": "embedding"}],
-        }
-    )
+    usage = {"prompt_tokens": 8, "total_tokens": 8}
+    data = [{"embedding": vector, "index": 0, "object": "embedding"}]
+    body = compact({"model": MODEL, "object": "list", "usage": usage, "data": data})
     # Blanks, which JSON allows before its end, fill the body up to exactly `size` bytes.
     return body[:-1] + b" " * (size - len(body)) + body[-1:]
 

@@ -6,26 +6,24 @@ import dataclasses
 import json
 import operator
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from tests.bench.scenarios import Scenario, Sizes
 
-PEER = "nginx"
-OURS = "gateway"
+PEER, OURS = "nginx", "gateway"
 SGLANG_TO_NGINX = 144 / 22
 """CPU of sglang-router 0.3 to nginx 1.22 at plain c32, measured on the reference machine."""
 DELAY_LIMIT_MS = 50.0  # a number of streams is sustained while their p99 delay stays below this
+BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
 
 Verdict = Literal["aim", "must", "MISS", "not measured"]
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One measurement of one target; with errors it is invalid and counts in no figure."""
-
     scenario: str
     target: str
     round: int
@@ -36,12 +34,9 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """The samples of one run of the benchmark."""
-
     samples: Sequence[Sample]
 
     def invalid(self) -> list[Sample]:
-        """Samples with errors."""
         return [sample for sample in self.samples if sample.errors]
 
     def rounds(self, scenario: str, target: str, figure: str) -> dict[int, float]:
@@ -63,10 +58,10 @@ class Results:
         self,
         one: tuple[str, str],
         other: tuple[str, str],
-        figure: str,
-        combine: Callable[[float, float], float],
+        figure: str = "cpu_us",
+        combine: Callable[[float, float], float] = lambda a, b: a / b if b else float("inf"),
     ) -> float | None:
-        """Median over the rounds of two figures, which are combined within each round.
+        """Median over the rounds of two figures, combined within each round: by their ratio.
 
         `one` and `other` are (scenario, target). Within a round both ran under the same
         conditions; medians of each alone would mix conditions.
@@ -74,12 +69,6 @@ class Results:
         left, right = self.rounds(*one, figure), self.rounds(*other, figure)
         both = [combine(left[i], right[i]) for i in left.keys() & right.keys()]
         return statistics.median(both) if both else None
-
-    def ratio(
-        self, one: tuple[str, str], other: tuple[str, str], figure: str = "cpu_us"
-    ) -> float | None:
-        """Median over the rounds of the ratio of one to the other."""
-        return self.paired(one, other, figure, lambda a, b: a / b if b else float("inf"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,19 +88,28 @@ class Goal:
         keeps = operator.le if self.sign == "<=" else operator.ge
         return "aim" if keeps(value, self.aim) else "must" if keeps(value, self.must) else "MISS"
 
+    def row(self, results: Results) -> list[str]:
+        value = self.measure(results)
+        shown = "-" if value is None else number(value)
+        bounds = (f"{self.sign} {bound:g}" for bound in (self.must, self.aim))
+        return [self.name, shown, *bounds, self.verdict(value)]
+
 
 def _to_peer(scenario: str, peer_scenario: str = "") -> Callable[[Results], float | None]:
-    return lambda results: results.ratio((scenario, OURS), (peer_scenario or scenario, PEER))
+    return lambda results: results.paired((scenario, OURS), (peer_scenario or scenario, PEER))
 
 
 def _to_sglang(results: Results) -> float | None:
-    ratio = results.ratio(("plain-c32", OURS), ("plain-c32", PEER))
+    ratio = _to_peer("plain-c32")(results)
     return None if ratio is None else ratio / SGLANG_TO_NGINX
 
 
+def _to_own(results: Results) -> float | None:
+    return results.paired(("plain-c256", OURS), ("plain-c32", OURS))
+
+
 def _added(results: Results) -> float | None:
-    ours, direct = ("latency", OURS), ("latency", "direct")
-    return results.paired(ours, direct, "p50_ms", lambda a, b: a - b)
+    return results.paired(("latency", OURS), ("latency", "direct"), "p50_ms", operator.sub)
 
 
 def _streams(results: Results) -> float | None:
@@ -119,15 +117,11 @@ def _streams(results: Results) -> float | None:
     counts = {
         int(sample.figures["streams"])
         for sample in results.samples
-        if sample.target == OURS and "streams" in sample.figures and "p99_ms" in sample.figures
+        if sample.target == OURS and {"streams", "p99_ms"} <= sample.figures.keys()
     }
-    sustained = [
-        count
-        for count in counts
-        if (delay := results.median(f"streams-{count}", OURS, "p99_ms")) is not None
-        and delay < DELAY_LIMIT_MS
-    ]
-    return max(sustained, default=0) if counts else None
+    delays = {count: results.median(f"streams-{count}", OURS, "p99_ms") for count in counts}
+    kept = [n for n, delay in delays.items() if delay is not None and delay < DELAY_LIMIT_MS]
+    return max(kept, default=0) if counts else None
 
 
 def _long_turns(results: Results) -> float | None:
@@ -141,26 +135,16 @@ GOALS = (
     Goal("chunk full / nginx", 2.5, 1.5, _to_peer("chunk-full")),
     Goal("plain c32 / nginx", 6, 5, _to_peer("plain-c32")),
     Goal("assembled plain chat: per token / nginx chunk", 2.5, 1.5, _to_peer("assembled", "chunk")),
-    Goal(
-        "plain c256 / own c32",
-        1.5,
-        1.2,
-        lambda results: results.ratio(("plain-c256", OURS), ("plain-c32", OURS)),
-    ),
+    Goal("plain c256 / own c32", 1.5, 1.2, _to_own),
     Goal("plain c32 / sglang-router (by its recorded 6.5 x nginx)", 1.0, 0.7, _to_sglang),
     Goal("added median at 100 requests/s, ms", 1.0, 0.6, _added),
     Goal("streams of 10 tokens/s with p99 delay < 50 ms", 2000, 3000, _streams, ">="),
     Goal("turns of the event loop above 50 ms with many streams", 0, 0, _long_turns),
-    Goal(
-        "RSS with idle streams, MB", 100, 60, lambda results: results.median("rss", OURS, "rss_mb")
-    ),
+    Goal("RSS with idle streams, MB", 100, 60, lambda found: found.median("rss", OURS, "rss_mb")),
 )
 
 
-BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Setting:
     """The command, machine and sizes of a run."""
 
@@ -177,73 +161,57 @@ def number(value: float) -> str:
 
 def tables(results: Results, scenarios: Sequence[Scenario], targets: Sequence[str]) -> str:
     """The figures, the verdicts and the load of the cores, as Markdown tables."""
-    parts = [_figures(results, scenarios, targets)]
+
+    def each(head: str, cell: Callable[[Scenario, str], str]) -> str:
+        rows = [[s.title, *(cell(s, target) for target in targets)] for s in scenarios]
+        return table([head, *targets], rows)
+
+    def figure(scenario: Scenario, target: str) -> str:
+        value = results.median(scenario.name, target, scenario.figure)
+        if value is None or (target == "direct" and scenario.figure == "cpu_us"):
+            return "-"
+        ratio = results.paired((scenario.name, target), (scenario.name, PEER), scenario.figure)
+        return number(value) if ratio is None else f"{number(value)} ({ratio:.2f} x)"
+
+    def cores(scenario: Scenario, target: str) -> str:
+        names = ("proxy_busy", "load_busy", "disturbed")
+        shares = [results.median(scenario.name, target, name) for name in names]
+        return " / ".join(f"{share:.0%}" for share in shares if share is not None) or "-"
+
+    parts = [each("", figure)]
     if OURS in targets:
-        parts.append(_verdicts(results))
-    parts.append(_cores(results, scenarios, targets))
-    if turns := _turns(results, scenarios):
-        parts.append(turns)
-    if invalid := results.invalid():
-        lines = [
-            f"- {one.scenario}, {one.target}, round {one.round}: {one.errors} errors, "
+        verdicts = [goal.row(results) for goal in GOALS]
+        parts.append(table(["target", "measured", "must", "aim", "kept"], verdicts))
+    parts.append(each("core busy: proxy / upstream and load / disturbed", cores))
+    turns = []
+    for scenario in scenarios:
+        names = ("longest_turn_ms", "long_turns")
+        found = [results.median(scenario.name, OURS, name) for name in names]
+        if shown := [number(value) for value in found if value is not None]:
+            turns.append([scenario.title, *shown])
+    if turns:
+        head = ["turns of the gateway's event loop, CPU", "longest, ms", "above 50 ms"]
+        parts.append(table(head, turns))
+    parts += listed(
+        "Invalid",
+        (
+            f"{one.scenario}, {one.target}, round {one.round}: {one.errors} errors, "
             f"the first: {one.first_error}"
-            for one in invalid
-        ]
-        parts.append("\n".join(["Invalid, and counted in no figure:", "", *lines]))
+            for one in results.invalid()
+        ),
+    )
     return "\n\n".join(parts) + "\n"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _figures(results: Results, scenarios: Sequence[Scenario], targets: Sequence[str]) -> str:
-    def cell(scenario: Scenario, target: str) -> str:
-        if target == "direct" and scenario.figure == "cpu_us":
-            return "-"
-        value = results.median(scenario.name, target, scenario.figure)
-        if value is None:
-            return "-"
-        ratio = results.ratio((scenario.name, target), (scenario.name, PEER), scenario.figure)
-        return number(value) if ratio is None else f"{number(value)} ({ratio:.2f} x)"
-
-    rows = [[s.title, *(cell(s, target) for target in targets)] for s in scenarios]
-    return table(["", *targets], rows)
-
-
-def _verdicts(results: Results) -> str:
-    rows = []
-    for goal in GOALS:
-        value = goal.measure(results)
-        shown = "-" if value is None else number(value)
-        must, aim = (f"{goal.sign} {bound:g}" for bound in (goal.must, goal.aim))
-        rows.append([goal.name, shown, must, aim, goal.verdict(value)])
-    return table(["target", "measured", "must", "aim", "kept"], rows)
-
-
-def _cores(results: Results, scenarios: Sequence[Scenario], targets: Sequence[str]) -> str:
-    figures = ("proxy_busy", "load_busy", "disturbed")
-
-    def cell(scenario: Scenario, target: str) -> str:
-        shares = [results.median(scenario.name, target, figure) for figure in figures]
-        return " / ".join(f"{share:.0%}" for share in shares if share is not None) or "-"
-
-    rows = [[s.title, *(cell(s, target) for target in targets)] for s in scenarios]
-    return table(["core busy: proxy / upstream and load / disturbed", *targets], rows)
-
-
-def _turns(results: Results, scenarios: Sequence[Scenario]) -> str:
-    """The gateway's longest turns, and how many are above 50 ms; empty if none were measured."""
-    rows = []
-    for scenario in scenarios:
-        longest = results.median(scenario.name, OURS, "longest_turn_ms")
-        above = results.median(scenario.name, OURS, "long_turns")
-        if longest is not None and above is not None:
-            rows.append([scenario.title, number(longest), number(above)])
-    head = ["turns of the gateway's event loop, CPU", "longest, ms", "above 50 ms"]
-    return table(head, rows) if rows else ""
+def listed(what: str, problems: Iterable[str]) -> list[str]:
+    """The list of what is left out; nothing if there is nothing."""
+    lines = [f"- {problem}" for problem in problems]
+    return ["\n".join([f"{what}, and counted in no figure:", "", *lines])] if lines else []
 
 
 def page(command: str, facts: Mapping[str, str], tables: str) -> str:
@@ -253,13 +221,11 @@ def page(command: str, facts: Mapping[str, str], tables: str) -> str:
 
 
 def write_between_markers(page: Path, text: str, marks: tuple[str, str] = (BEGIN, END)) -> None:
-    """Replace the text between the page's markers; append both to a page without them."""
+    """Replace the text between the page's markers; a page without them gets both at its end."""
     first, last = marks
-    before, begin, rest = (page.read_text() if page.exists() else "").partition(first)
-    _, _, after = rest.partition(last)
-    if not begin and before and not before.endswith("\n\n"):
-        before = before.rstrip("\n") + "\n\n"
-    page.write_text(f"{before}{first}\n\n{text}\n{last}{after or chr(10)}")
+    before, _, rest = (page.read_text() if page.exists() else "").partition(first)
+    after = rest.partition(last)[2] or "\n"
+    page.write_text(f"{before}{first}\n\n{text}\n{last}{after}")
 
 
 def as_json(results: Results, setting: Setting) -> str:

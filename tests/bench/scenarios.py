@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 from zlib import crc32
 
 from tests.bench import node_replies
@@ -46,7 +47,6 @@ class Measurement:
     load: float = 0.0
     waited: float = 0.0
     wall: float = 0.0
-    connections: int = 0
     extra: dict[str, float] = field(default_factory=dict)
 
     def figures(self, units: int) -> dict[str, float]:
@@ -59,18 +59,16 @@ class Measurement:
             "proxy_busy": self.proxy / self.wall,
             "load_busy": self.load / self.wall,
             "disturbed": self.waited / self.wall,
-            "upstream_connections": self.connections,
             **self.extra,
         }
 
 
 @asynccontextmanager
 async def measuring(subject: RunningTarget) -> AsyncIterator[Measurement]:
-    """Measure the body of the `async with`."""
     measured = Measurement()
     if subject.turns is not None:
         subject.turns.take()  # those of its start
-    opened = subject.upstream.counters.connections
+    opened = subject.upstream.opened
     proxy = cpu_seconds(subject.pid) if subject.pid else 0.0
     waited = waited_seconds(os.getpid())  # the proxy is a child of this process
     load, wall = time.process_time(), time.perf_counter()
@@ -80,7 +78,7 @@ async def measuring(subject: RunningTarget) -> AsyncIterator[Measurement]:
     measured.waited = waited_seconds(os.getpid()) - waited
     await asyncio.sleep(SETTLE)
     measured.proxy = cpu_seconds(subject.pid) - proxy if subject.pid else 0.0
-    measured.connections = subject.upstream.counters.connections - opened
+    measured.extra["upstream_connections"] = subject.upstream.opened - opened
     if subject.turns is not None:
         turns = [one for one in subject.turns.take() if one.kind == "turn"]
         long = [one for one in turns if one.cpu > MOST_SECONDS]
@@ -111,16 +109,7 @@ class Sizes:
     idle: int = 500
 
 
-QUICK = Sizes(
-    requests=2000,
-    streams=20,
-    tokens=50,
-    repeats=4,
-    rate_seconds=1.0,
-    many=(100,),
-    many_seconds=4.0,
-    idle=50,
-)
+QUICK = Sizes(*(2000, 20, 50), repeats=4, rate_seconds=1.0, many=(100,), many_seconds=4.0, idle=50)
 
 Result = tuple[dict[str, float], Outcome]
 
@@ -135,105 +124,91 @@ class Scenario:
     run: Callable[[RunningTarget, Sizes], Awaitable[Result]]
     fits: Callable[[str], bool] = lambda _: True
     """Whether it is measured for a target, by the target's name."""
-    watches_turns: bool = False
-    """Whether the turns of the gateway's event loop are measured, too."""
+    watches_turns: bool = False  # whether the turns of the gateway's event loop are measured, too
 
 
 def post(path: str, body: bytes) -> bytes:
-    """The bytes of a POST request."""
     return (
         f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nUser-Agent: bench\r\nAccept: */*\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     ).encode() + body
 
 
-def chat(*, stream: bool) -> bytes:
+CHAT, EMBEDDINGS = "/v1/chat/completions", "/v1/embeddings"
+EMBEDDED = {"model": node_replies.MODEL, "input": "a short text"}
+
+
+def chat_body(*, stream: bool) -> dict[str, Any]:
     """A chat request of ordinary size."""
     messages = [
         {"role": "system", "content": "You are a helpful assistant. Answer briefly."},
         {"role": "user", "content": "Name the instruments of a string quartet, one by one."},
     ]
-    body = {"model": node_replies.MODEL, "messages": messages, "temperature": 0.2, "stream": stream}
-    return post("/v1/chat/completions", node_replies.compact(body))
+    options = {"temperature": 0.2, "stream": stream}
+    return {"model": node_replies.MODEL, "messages": messages, **options}
+
+
+def chat(*, stream: bool) -> bytes:
+    return post(CHAT, node_replies.compact(chat_body(stream=stream)))
 
 
 def plain_load(address: Address) -> Load:
     """Embeddings: plain answers that no gateway assembles from a stream."""
-    request = node_replies.compact({"model": node_replies.MODEL, "input": "a short text"})
-    return Load(
-        address,
-        post("/v1/embeddings", request),
-        len(node_replies.EMBEDDING),
-        crc32(node_replies.EMBEDDING),
-    )
+    answer, body = node_replies.EMBEDDING, node_replies.compact(EMBEDDED)
+    return Load(address, post(EMBEDDINGS, body), len(answer), crc32(answer))
 
 
 def stream_load(address: Address, tokens: int) -> Load:
-    """Chat streams of `tokens` content events."""
     body = node_replies.stream_body(tokens)
     return Load(address, chat(stream=True), len(body), crc32(body))
 
 
+def chat_load(address: Address, tokens: int) -> Load:
+    answers = type("Answers", (ChatConnection,), {"tokens": tokens})
+    return Load(address, chat(stream=False), connection=answers)
+
+
 async def plain(subject: RunningTarget, sizes: Sizes, *, connections: int) -> Result:
     """Small requests; each connection sends its next one after the answer."""
-    async with _closing(plain_load(subject.address)) as load:
-        await load.connect(connections)
+    async with plain_load(subject.address).connected(connections) as load:
         await load.run(sizes.requests // 10, LIMIT)
         async with measuring(subject) as measured:
             outcome = await load.run(sizes.requests, LIMIT)
-    figures = measured.figures(outcome.completed)
-    return figures | spread_ms([seconds * 1e3 for seconds in outcome.took]), outcome
-
-
-async def paced_chunks(subject: RunningTarget, sizes: Sizes) -> Result:
-    """Streams at the speed of a node."""
-    script = Script(sizes.tokens, sizes.interval)
-    load = stream_load(subject.address, sizes.tokens)
-    return await _streams(subject, sizes, load, script, repeats=1)
-
-
-async def full_chunks(subject: RunningTarget, sizes: Sizes) -> Result:
-    """Streams at full speed."""
-    script = Script(sizes.tokens, 0.0, BURST)
-    load = stream_load(subject.address, sizes.tokens)
-    return await _streams(subject, sizes, load, script, repeats=sizes.repeats)
-
-
-async def assembled(subject: RunningTarget, sizes: Sizes) -> Result:
-    """Plain chat answers at the speed of a node; the gateway assembles them from streams."""
-
-    class Answers(ChatConnection):
-        tokens = sizes.tokens
-
-    script = Script(sizes.tokens, sizes.interval)
-    load = Load(subject.address, chat(stream=False), connection=Answers)
-    return await _streams(subject, sizes, load, script, repeats=1)
+    return measured.figures(outcome.completed) | _delays(outcome), outcome
 
 
 async def latency(subject: RunningTarget, sizes: Sizes) -> Result:
     """Small requests at a low, constant rate: the latency of one answer."""
-    async with _closing(plain_load(subject.address)) as load:
-        await load.connect(4)
+    async with plain_load(subject.address).connected(4) as load:
         await load.run(200, LIMIT)
         async with measuring(subject) as measured:
             outcome = await load.steady(sizes.rate, sizes.rate_seconds, LIMIT)
-    figures = measured.figures(outcome.completed)
-    return figures | spread_ms([seconds * 1e3 for seconds in outcome.took]), outcome
+    return measured.figures(outcome.completed) | _delays(outcome), outcome
+
+
+async def chunks(
+    subject: RunningTarget, sizes: Sizes, *, full: bool, stream: bool = True
+) -> Result:
+    """Answers at the speed of a node or at full speed: streams, or what is assembled from them."""
+    script = Script(sizes.tokens, 0.0, BURST) if full else Script(sizes.tokens, sizes.interval)
+    load = (stream_load if stream else chat_load)(subject.address, sizes.tokens)
+    async with load.connected(sizes.streams):
+        subject.upstream.script = Script(sizes.tokens, 0.0, BURST)
+        await load.run(sizes.streams, LIMIT)
+        subject.upstream.script = script
+        total = sizes.streams * (sizes.repeats if full else 1)
+        async with measuring(subject) as measured:
+            outcome = await load.run(total, LIMIT, spread=10 * script.interval)
+    return measured.figures(outcome.completed * sizes.tokens), outcome
 
 
 async def many_streams(subject: RunningTarget, sizes: Sizes, *, streams: int) -> Result:
     """Streams of 10 tokens/s: the age of events on arrival while all streams run."""
     interval, ramp = 0.1, max(1.0, streams / 1000)
     tokens = int((ramp + 1 + sizes.many_seconds) / interval)
-    load = Load(
-        subject.address,
-        chat(stream=True),
-        node_replies.stamped_length(tokens),
-        crc=True,
-        connection=StampedConnection,
-    )
-    async with _closing(load):
-        await load.connect(streams)
+    length = node_replies.stamped_length(tokens)
+    load = Load(subject.address, chat(stream=True), length, True, StampedConnection)
+    async with load.connected(streams):
         subject.upstream.script = Script(tokens, interval, stamped=True)
         begin = time.monotonic() + ramp + 1
         async with measuring(subject) as measured:
@@ -248,18 +223,15 @@ async def many_streams(subject: RunningTarget, sizes: Sizes, *, streams: int) ->
     if not events:
         outcome.fail("no event came")
     # After a stall of the machine all events may lie outside the measured time.
-    ages = [age / 1e3 for came, age in events if begin * 1e6 <= came <= until * 1e6] or [
-        age / 1e3 for _, age in events
-    ]
+    inside = [event for event in events if begin * 1e6 <= event[0] <= until * 1e6] or events
     figures = measured.figures(outcome.completed * tokens) | {"streams": streams}
-    return figures | spread_ms(ages), outcome
+    return figures | spread_ms([age / 1e3 for _, age in inside]), outcome
 
 
 async def idle_memory(subject: RunningTarget, sizes: Sizes) -> Result:
     """Memory while streams are open that send nothing after their first token."""
     count = sizes.idle
-    async with _closing(stream_load(subject.address, 2)) as load:
-        await load.connect(count)
+    async with stream_load(subject.address, 2).connected(count) as load:
         subject.upstream.script = Script(2, 0.0, held=True)
         running = asyncio.ensure_future(load.run(count, LIMIT, spread=1.0))
         try:
@@ -275,46 +247,34 @@ async def idle_memory(subject: RunningTarget, sizes: Sizes) -> Result:
             running.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await running
-        outcome = load.outcome
-    return {"rss_mb": memory / 1e6, "streams": count}, outcome
+    return {"rss_mb": memory / 1e6, "streams": count}, load.outcome
 
 
 def catalogue(sizes: Sizes) -> dict[str, Scenario]:
     """All scenarios by name, in the order in which they run."""
     paced = f"{sizes.streams} streams x {sizes.tokens} events, {sizes.interval * 1e3:.0f} ms apart"
     c32, c256 = partial(plain, connections=32), partial(plain, connections=256)
-    scenarios = (
+    at_pace, assembled = partial(chunks, full=False), partial(chunks, full=False, stream=False)
+    full = partial(chunks, full=True)
+    rss = f"RSS with {sizes.idle} idle streams, MB"
+    scenarios = [
         Scenario("plain-c32", "plain c32, us/request", "cpu_us", c32),
         Scenario("plain-c256", "plain c256, us/request", "cpu_us", c256),
-        Scenario("chunk", f"chunk ({paced}), us/chunk", "cpu_us", paced_chunks),
-        Scenario("chunk-full", "chunk full speed, us/chunk", "cpu_us", full_chunks),
+        Scenario("chunk", f"chunk ({paced}), us/chunk", "cpu_us", at_pace),
+        Scenario("chunk-full", "chunk full speed, us/chunk", "cpu_us", full),
         # Peers pass plain answers on without reading tokens, so they can't be compared.
         Scenario(
-            "assembled",
-            "assembled plain chat, us/token",
-            "cpu_us",
-            assembled,
-            lambda target: target == "gateway",
+            *("assembled", "assembled plain chat, us/token", "cpu_us", assembled),
+            fits=lambda target: target == "gateway",
         ),
         Scenario("latency", f"median at {sizes.rate:.0f} requests/s, ms", "p50_ms", latency),
-        *(
-            Scenario(
-                f"streams-{count}",
-                f"{count} streams of 10 tokens/s: p99 delay, ms",
-                "p99_ms",
-                partial(many_streams, streams=count),
-                watches_turns=True,
-            )
-            for count in sizes.many
-        ),
-        Scenario(
-            "rss",
-            f"RSS with {sizes.idle} idle streams, MB",
-            "rss_mb",
-            idle_memory,
-            lambda target: target != "direct",
-        ),
-    )
+        Scenario("rss", rss, "rss_mb", idle_memory, fits=lambda target: target != "direct"),
+    ]
+    for count in sizes.many:
+        title = f"{count} streams of 10 tokens/s: p99 delay, ms"
+        run = partial(many_streams, streams=count)
+        one = Scenario(f"streams-{count}", title, "p99_ms", run, watches_turns=True)
+        scenarios.insert(-1, one)
     return {scenario.name: scenario for scenario in scenarios}
 
 
@@ -328,29 +288,9 @@ def spread_ms(values: list[float]) -> dict[str, float]:
     """Median, 99th percentile and maximum of values in ms; empty without values."""
     if not values:
         return {}
-    return {
-        "p50_ms": statistics.median(values),
-        "p99_ms": quantile(values, 0.99),
-        "max_ms": max(values),
-    }
+    p99 = quantile(values, 0.99)
+    return {"p50_ms": statistics.median(values), "p99_ms": p99, "max_ms": max(values)}
 
 
-async def _streams(
-    subject: RunningTarget, sizes: Sizes, load: Load, script: Script, *, repeats: int
-) -> Result:
-    async with _closing(load):
-        await load.connect(sizes.streams)
-        subject.upstream.script = Script(sizes.tokens, 0.0, BURST)
-        await load.run(sizes.streams, LIMIT)
-        subject.upstream.script = script
-        async with measuring(subject) as measured:
-            outcome = await load.run(sizes.streams * repeats, LIMIT, spread=10 * script.interval)
-    return measured.figures(outcome.completed * sizes.tokens), outcome
-
-
-@asynccontextmanager
-async def _closing(load: Load) -> AsyncIterator[Load]:
-    try:
-        yield load
-    finally:
-        await load.close()
+def _delays(outcome: Outcome) -> dict[str, float]:
+    return spread_ms([seconds * 1e3 for seconds in outcome.took])

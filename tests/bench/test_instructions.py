@@ -25,10 +25,7 @@ def test_a_dump_without_a_sum_is_no_count(tmp_path: Path) -> None:
         instructions.instructions_of([])
 
 
-def test_nothing_looks_into_the_store_by_the_clock_while_requests_are_counted() -> None:
-    program = (
-        instructions.STOP_CLOCKS
-        + """
+PASSES = """
 from gateway.store.store import StoreWorker
 async def main(passes):
     async def one_pass():
@@ -42,11 +39,11 @@ async def main(passes):
     print(len(passes))
 asyncio.run(main([]))
 """
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60
-    )
-    assert ran.stdout == "1\n"
+
+
+def test_nothing_looks_into_the_store_by_the_clock_while_requests_are_counted() -> None:
+    command = [sys.executable, "-c", instructions.STOP_CLOCKS + PASSES]
+    assert subprocess.check_output(command, text=True, timeout=60) == "1\n"
 
 
 def test_work_by_the_clock_is_shared_out_over_the_requests_of_a_second() -> None:

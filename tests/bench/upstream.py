@@ -8,6 +8,7 @@ reconnecting would count for every proxy alike and hide the differences.
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 import time
 from dataclasses import dataclass, field
@@ -37,22 +38,13 @@ class Script:
 
 
 @dataclass(slots=True)
-class Counters:
-    """Counters over all ports of the node."""
-
-    connections: int = 0
-    requests: int = 0
-    left: int = 0  # streams whose client left before the end
-
-
-@dataclass(slots=True)
 class Upstream:
     """Several emulated nodes in this process, one port each: an async context manager."""
 
     nodes: int
     slots: int  # slots that each node reports
     script: Script = field(default_factory=Script)
-    counters: Counters = field(default_factory=Counters)
+    opened: int = 0  # connections
     ports: tuple[int, ...] = ()
     info_responses: dict[bytes, bytes] = field(default_factory=dict)
     # Streams start at random phases, as in production: in step they would reach the proxy in one
@@ -81,8 +73,6 @@ class Upstream:
 
 
 class NodeConnection(asyncio.Protocol):
-    """One connection to the node."""
-
     def __init__(self, upstream: Upstream, loop: asyncio.AbstractEventLoop) -> None:
         self.upstream = upstream
         self.loop = loop
@@ -95,7 +85,7 @@ class NodeConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)  # uvloop's is none by inheritance
         self.upstream.connections.add(self)
-        self.upstream.counters.connections += 1
+        self.upstream.opened += 1
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -113,10 +103,8 @@ class NodeConnection(asyncio.Protocol):
         path, body = self.path, self.body
         self.body = b""
         if path == b"/v1/embeddings":
-            self.upstream.counters.requests += 1
             self.transport.write(_EMBEDDING)
         elif path == b"/v1/chat/completions":
-            self.upstream.counters.requests += 1
             self._chat(body)
         else:
             path = path.partition(b"?")[0]
@@ -136,7 +124,7 @@ class NodeConnection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         if self.stream:
-            self.stream.pause()
+            self.stream.paused = True
 
     def resume_writing(self) -> None:
         if self.stream:
@@ -144,14 +132,11 @@ class NodeConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.upstream.connections.discard(self)
-        if self.stream:
-            self.stream.stop()
-            self.upstream.counters.left += 1
+        if self.stream and self.stream.timer:
+            self.stream.timer.cancel()
 
 
 class Stream:
-    """One chat stream being written."""
-
     def __init__(self, connection: NodeConnection, script: Script, *, usage: bool) -> None:
         self.connection = connection
         self.script = script
@@ -165,25 +150,17 @@ class Stream:
         self.due = self.connection.loop.time() + delay
         self.timer = self.connection.loop.call_at(self.due, self._write)
 
-    def pause(self) -> None:
-        self.paused = True
-
     def resume(self) -> None:
         self.paused = False
         if self.timer is None:
             self._next()
 
-    def stop(self) -> None:
-        if self.timer:
-            self.timer.cancel()
-
     def _next(self) -> None:
         loop, interval = self.connection.loop, self.script.interval
-        if interval:
-            self.due += interval
-            self.timer = loop.call_at(self.due, self._write)
-        else:
-            self.timer = loop.call_soon(self._write)
+        self.due += interval
+        self.timer = (
+            loop.call_at(self.due, self._write) if interval else loop.call_soon(self._write)
+        )
 
     def _write(self) -> None:
         script = self.script
@@ -192,10 +169,8 @@ class Stream:
         # What comes at once comes in one read, however busy the machine is.
         head = node_replies.STREAM_HEAD if script.burst >= script.tokens else b""
         if script.stamped:
-            data = node_replies.http_chunk(
-                begin + node_replies.stamped_token(time.monotonic_ns() // 1000)
-            )
-            count = 1
+            stamped = node_replies.stamped_token(time.monotonic_ns() // 1000)
+            data, count = node_replies.http_chunk(begin + stamped), 1
         else:
             count = min(script.burst, script.tokens - self.sent)
             data = _run(begin, self.sent % len(node_replies.TOKENS), count)
@@ -214,16 +189,12 @@ _EMBEDDING = node_replies.plain_response(node_replies.EMBEDDING)
 _FINAL = node_replies.http_chunk(node_replies.FINAL)
 _END = _FINAL + node_replies.http_chunk(node_replies.DONE) + node_replies.END_OF_BODY
 _USAGE_END = _FINAL + node_replies.http_chunk(node_replies.USAGE) + _END.removeprefix(_FINAL)
-_RUNS: dict[tuple[bytes, int, int], bytes] = {}
 
 
+@functools.cache
 def _run(begin: bytes, first: int, count: int) -> bytes:
     """`count` tokens from `first` on, a chunk each; the real server puts its role delta, `begin`,
     into the chunk of the first token. There are few different runs, so they are kept.
     """
-    run = _RUNS.get((begin, first, count))
-    if run is None:
-        tokens = [node_replies.token(first + i) for i in range(count)]
-        run = b"".join(map(node_replies.http_chunk, (begin + tokens[0], *tokens[1:])))
-        _RUNS[begin, first, count] = run
-    return run
+    tokens = [node_replies.token(first + i) for i in range(count)]
+    return b"".join(map(node_replies.http_chunk, (begin + tokens[0], *tokens[1:])))

@@ -15,22 +15,27 @@ from typing import Any
 import httpx
 import yaml
 
-from tests.chaos.gateway_process import GatewayProcess
-from tests.chaos.nodes import EmulatorProcess, RealServer
+from tests.chaos.faulty_link import FaultyLink
+from tests.chaos.gateway_worker import GatewayProcess
+from tests.chaos.nodes import ChaosNode, EmulatorProcess, RealServer
 from tests.chaos.schedule import ScheduledFault
 
 RECOVERY_LIMIT = 120.0
 """Seconds within which the gateway must carry out an admin command after the last fault."""
+COMMANDS: dict[str, tuple[str, str]] = {
+    "kill": ("kill", "revive"),
+    "refuse": ("refuse", "accept"),
+    "standing": ("set", "clear"),
+    "loading": ("loading", "loading"),
+}  # the commands to an emulator by which a fault begins and ends
 
 
 @dataclass(slots=True)
 class FaultInjector:
-    """Injects the faults of one run."""
-
     gateway: GatewayProcess
     admin: str
     folder: Path
-    nodes: Mapping[str, EmulatorProcess | RealServer]
+    nodes: Mapping[str, ChaosNode]
     inventory: list[dict[str, Any]]
     settings: dict[str, Any]
     generous_settings: dict[str, Any]
@@ -44,8 +49,7 @@ class FaultInjector:
         began = time.monotonic()
         for fault in faults:
             await asyncio.sleep(max(0.0, began + fault.at - time.monotonic()))
-            task = asyncio.create_task(self._inject(fault))
-            self._tasks.add(task)
+            self._tasks.add(asyncio.create_task(self._inject(fault)))
 
     async def recover(self) -> None:
         """Wait for the faults that run, then restore nodes, files and settings."""
@@ -55,8 +59,8 @@ class FaultInjector:
         for node in self.nodes.values():
             await node.recover()
         self._full_disk_link().unlink(missing_ok=True)
-        _write(self.folder / "gateway.yaml", self.generous_settings)
-        _write(self.folder / "nodes.yaml", {"nodes": self.inventory})
+        self._write_settings(self.generous_settings)
+        self._write_nodes(self.inventory)
         # A node that was removed can be resumed only once the inventory has been read again.
         for path in ("/admin/reload", *(f"/admin/nodes/{name}/resume" for name in self.nodes)):
             async with asyncio.timeout(RECOVERY_LIMIT):
@@ -68,99 +72,77 @@ class FaultInjector:
 
     async def _inject(self, fault: ScheduledFault) -> None:
         node = self.nodes.get(fault.node)
-        if fault.kind == "link":
-            assert isinstance(node, RealServer)
-            await self._inject_into_link(node, fault)
-        elif isinstance(node, EmulatorProcess) and fault.kind in {
-            *("once", "standing", "kill", "loading", "refuse")
-        }:
-            await self._inject_into_emulator(node, fault)
-        elif node is not None and fault.kind == "process":
+        if node is not None and fault.kind in {"process", "stop"}:
             async with node.down:
-                await node.kill()
+                await self._take_down(node, fault)
+        elif isinstance(node, RealServer) and fault.kind == "link":
+            await self._inject_into_link(node.link, fault)
+        elif isinstance(node, EmulatorProcess) and fault.kind == "once":
+            await node.command("next", **fault.detail)
+        elif isinstance(node, EmulatorProcess) and fault.kind in COMMANDS:
+            takes_down = fault.kind in {"kill", "refuse"}
+            async with node.down if takes_down else contextlib.nullcontext():
+                begin, end = COMMANDS[fault.kind]
+                loading = fault.kind == "loading"
+                await node.command(begin, **fault.detail, **({"on": True} if loading else {}))
                 await asyncio.sleep(fault.lasts)
-                await node.restart()
-        elif node is not None and fault.kind == "stop":
-            async with node.down:
-                os.kill(node.pid, signal.SIGSTOP)
-                await asyncio.sleep(fault.lasts)
-                os.kill(node.pid, signal.SIGCONT)
+                await node.command(end, **({"on": False} if loading else {}))
         else:
             await self._inject_into_gateway(fault)
 
-    async def _inject_into_emulator(self, node: EmulatorProcess, fault: ScheduledFault) -> None:
-        match fault.kind:
-            case "once":
-                await node.command("next", **fault.detail)
-            case "standing":
-                await node.command("set", **fault.detail)
-                await asyncio.sleep(fault.lasts)
-                await node.command("clear")
-            case "kill":
-                async with node.down:
-                    await node.command("kill")
-                    await asyncio.sleep(fault.lasts)
-                    await node.command("revive")
-            case "loading":
-                await node.command("loading", on=True)
-                await asyncio.sleep(fault.lasts)
-                await node.command("loading", on=False)
-            case _:
-                async with node.down:
-                    await node.command("refuse")
-                    await asyncio.sleep(fault.lasts)
-                    await node.command("accept")
+    async def _take_down(self, node: ChaosNode, fault: ScheduledFault) -> None:
+        if fault.kind == "process":
+            await node.kill()
+            await asyncio.sleep(fault.lasts)
+            await node.restart()
+        else:
+            os.kill(node.pid, signal.SIGSTOP)
+            await asyncio.sleep(fault.lasts)
+            os.kill(node.pid, signal.SIGCONT)
 
-    async def _inject_into_link(self, node: RealServer, fault: ScheduledFault) -> None:
+    async def _inject_into_link(self, link: FaultyLink, fault: ScheduledFault) -> None:
         match fault.detail["link"]:
             case "reset":
-                node.link.reset()
+                link.reset()
             case "silence":
-                node.link.silence()
+                link.silence()
                 await asyncio.sleep(fault.lasts)
-                node.link.repair()
+                link.repair()
             case "trickle":
-                node.link.trickling = True
+                link.trickling = True
                 await asyncio.sleep(fault.lasts)
-                node.link.trickling = False
+                link.trickling = False
             case kind:
-                node.link.corrupt_next(kind)
+                link.corrupt_next(kind)
 
     async def _inject_into_gateway(self, fault: ScheduledFault) -> None:
-        nodes_file = self.folder / "nodes.yaml"
         match fault.kind:
-            case "remove":
-                others = [spec for spec in self.inventory if spec["name"] != fault.node]
-                _write(nodes_file, {"nodes": others})
+            case "remove" | "change" | "bad inventory":
+                self._write_nodes(
+                    {
+                        "remove": [spec for spec in self.inventory if spec["name"] != fault.node],
+                        "change": [s | {"slots": 1, "speed_hint": 3.0} for s in self.inventory],
+                        "bad inventory": [{"name": "x"}],
+                    }[fault.kind]
+                )
                 await asyncio.sleep(fault.lasts)
-                _write(nodes_file, {"nodes": self.inventory})
-            case "change":
-                changed = [spec | {"slots": 1, "speed_hint": 3.0} for spec in self.inventory]
-                _write(nodes_file, {"nodes": changed})
-                await asyncio.sleep(fault.lasts)
-                _write(nodes_file, {"nodes": self.inventory})
-            case "bad inventory":
-                _write(nodes_file, {"nodes": [{"name": "x"}]})
-                await asyncio.sleep(fault.lasts)
-                _write(nodes_file, {"nodes": self.inventory})
+                self._write_nodes(self.inventory)
             case "settings":
-                _write(self.folder / "gateway.yaml", {**self.settings, "queue": {"max": 2}})
+                self._write_settings({**self.settings, "queue": {"max": 2}})
                 await asyncio.sleep(fault.lasts)
-                _write(self.folder / "gateway.yaml", self.settings)
+                self._write_settings(self.settings)
             case "reload":
                 await self._post_admin("/admin/reload")
-            case "drain":
-                await self._post_admin(f"/admin/nodes/{fault.node}/drain")
-                await asyncio.sleep(fault.lasts)
-                await self._post_admin(f"/admin/nodes/{fault.node}/resume")
-            case "full disk":
+            case "drain" | "full disk":
                 link = self._full_disk_link()
-                with contextlib.suppress(FileExistsError):
-                    link.symlink_to("/dev/full")
+                if fault.kind == "full disk":
+                    with contextlib.suppress(FileExistsError):
+                        link.symlink_to("/dev/full")
                 await self._post_admin(f"/admin/nodes/{fault.node}/drain")
                 await asyncio.sleep(fault.lasts)
                 await self._post_admin(f"/admin/nodes/{fault.node}/resume")
-                link.unlink(missing_ok=True)
+                if fault.kind == "full disk":
+                    link.unlink(missing_ok=True)
             case "descriptors":
                 began = time.monotonic()
                 self.gateway.limit_descriptors(fault.detail["more"])
@@ -174,22 +156,25 @@ class FaultInjector:
 
     def _full_disk_link(self) -> Path:
         """The temporary file of the state file; as a link to /dev/full it simulates a full disk."""
-        state = self.folder / "state"
-        state.mkdir(exist_ok=True)
         from gateway.app.startup import Options, state_file
 
+        state = self.folder / "state"
+        state.mkdir(exist_ok=True)
         options = Options(inventory_file=self.folder / "nodes.yaml", state_dir=state)
         file = state_file(options, "drains")
         return file.with_name(f"{file.name}.{self.gateway.pid}.new")
 
     async def _post_admin(self, path: str) -> bool:
-        """POST to the admin interface. Returns whether it succeeded."""
         with contextlib.suppress(httpx.HTTPError):
-            async with httpx.AsyncClient(
-                base_url=self.admin, trust_env=False, verify=False, timeout=20
-            ) as client:
-                return (await client.post(path)).is_success
+            async with httpx.AsyncClient(trust_env=False, verify=False, timeout=20) as client:
+                return (await client.post(f"{self.admin}{path}")).is_success
         return False
+
+    def _write_nodes(self, nodes: list[dict[str, Any]]) -> None:
+        _write(self.folder / "nodes.yaml", {"nodes": nodes})
+
+    def _write_settings(self, settings: dict[str, Any]) -> None:
+        _write(self.folder / "gateway.yaml", settings)
 
 
 def _write(path: Path, value: Any) -> None:

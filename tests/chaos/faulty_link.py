@@ -24,15 +24,11 @@ class FaultyLink:
         self._passing.set()
         self._next_fault: str | None = None
         self.trickling = False
-        self.port = 0
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        self.url = ""
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, backlog=512)
-        self.port = self._server.sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -41,8 +37,6 @@ class FaultyLink:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    # Faults.
 
     def reset(self) -> None:
         """Send RST on every open connection."""
@@ -65,19 +59,18 @@ class FaultyLink:
         self._next_fault, self.trickling = None, False
         self._passing.set()
 
-    # Passing bytes on.
-
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         self._writers.add(writer)
-        server_writer: asyncio.StreamWriter | None = None
+        ends = [writer]
         request = bytearray()
         try:
             await self._passing.wait()
             server_reader, server_writer = await asyncio.open_connection(*self._target)
+            ends.append(server_writer)
             up = asyncio.create_task(self._client_to_server(reader, server_writer, request))
             try:
                 await self._server_to_client(server_reader, writer, request)
@@ -88,11 +81,10 @@ class FaultyLink:
             _reset(writer)
         finally:
             self._writers.discard(writer)
-            for one in (writer, server_writer):
-                if one is not None:
-                    one.close()
-                    with contextlib.suppress(OSError):
-                        await one.wait_closed()
+            for one in ends:
+                one.close()
+                with contextlib.suppress(OSError):
+                    await one.wait_closed()
 
     async def _client_to_server(
         self, reader: asyncio.StreamReader, server_writer: asyncio.StreamWriter, request: bytearray
@@ -101,7 +93,7 @@ class FaultyLink:
 
         `request` gets the beginning of each request.
         """
-        try:
+        with contextlib.suppress(OSError):
             while data := await reader.read(65536):
                 await self._passing.wait()
                 if data.startswith(METHODS):
@@ -110,8 +102,6 @@ class FaultyLink:
                     return
                 server_writer.write(data)
                 await server_writer.drain()
-        except OSError:
-            pass
         await self._passing.wait()
         server_writer.close()
 
@@ -120,27 +110,20 @@ class FaultyLink:
     ) -> None:
         while data := await server_reader.read(65536):
             await self._passing.wait()
-            if writer.transport.is_closing():
-                return
             fault, self._next_fault = self._next_fault, None
-            if fault == "garbage":
-                writer.write(GARBAGE)
-                return
             if fault is not None:
-                writer.write(data[: len(data) // 2])
+                writer.write(GARBAGE if fault == "garbage" else data[: len(data) // 2])
                 if fault == "half, then reset":
                     await writer.drain()
                     _reset(writer)
                 return
-            if not self.trickling:
-                writer.write(data)
-                await writer.drain()
-                continue
-            for at in range(0, len(data), 20):
+            step = 20 if self.trickling else len(data)
+            for at in range(0, len(data), step):
                 if writer.transport.is_closing():
                     return
-                writer.write(data[at : at + 20])
-                await asyncio.sleep(0.01)
+                writer.write(data[at : at + step])
+                await writer.drain()
+                await asyncio.sleep(0.01 if self.trickling else 0)
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:

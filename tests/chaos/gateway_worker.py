@@ -1,7 +1,7 @@
 """`python -m tests.chaos.gateway_worker`: runs gateways, one at a time, and reports their leaks.
 
-Reads commands as lines of JSON from standard input, `{"do": "open", ...}`, and answers each with
-one line on standard output. It exits at the end of its input.
+`GatewayProcess` starts it. It reads commands as lines of JSON, `{"do": "open", ...}`: methods of
+`GatewayWorker`. It answers each with one line, and exits at the end of its input.
 
 The wall clock can be shifted: `time.time` and `time.time_ns` are replaced before anything of the
 gateway is imported, so that all Python code reads the shifted clock. The monotonic clock is the
@@ -14,236 +14,217 @@ import asyncio
 import contextlib
 import gc
 import json
-import os
+import resource
 import sys
 import time
+import traceback
 import types
+from asyncio.subprocess import PIPE, Process
+from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
+
+import psutil
+import uvloop
+
+from tests.known import known
 
 if TYPE_CHECKING:
     from gateway.events import AttemptEnded, RequestRecord
     from tests.gateways import Running
 
+ANSWER_LIMIT = 180.0  # seconds within which the process must answer a command
 REQUEST_OBJECTS = (
     *("HttpExchange", "_HandledRequest", "InFlightRequest"),
     *("Attempt", "GrantedLease", "LeaseRecord", "ResponseStream"),
-)
-"""Classes of the gateway whose objects must not outlive their request."""
-MIN_POLLS = 4
-MAX_POLLS = 40
-"""Polls, 50 ms apart, within which these objects must be gone."""
-MAX_REFERRERS = 60
-"""Lines in the report on what keeps one object alive."""
+)  # classes of the gateway whose objects must not outlive their request
+MIN_POLLS, MAX_POLLS = 4, 40  # polls, 50 ms apart, within which these objects must be gone
+MOST_HOLDERS = 20  # lines in the report on what keeps one object alive
 
 
-class ShiftedClock:
-    """The wall clock, shifted by `offset` seconds."""
+class GatewayProcess:
+    """The child process and its command pipe. An asynchronous context manager."""
 
     def __init__(self) -> None:
-        self.offset = 0.0
-        self._seconds, self._nanoseconds = time.time, time.time_ns
+        self._lock = asyncio.Lock()
+        self._process: Process
 
-    def install(self) -> None:
-        time.time = lambda: self._seconds() + self.offset
-        time.time_ns = lambda: self._nanoseconds() + int(self.offset * 1e9)
+    async def __aenter__(self) -> Self:
+        command = (sys.executable, "-m", "tests.chaos.gateway_worker")
+        self._process = await asyncio.create_subprocess_exec(
+            *command, stdin=PIPE, stdout=PIPE, limit=1 << 26
+        )
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        known(self._process.stdin).close()
+        try:
+            await asyncio.wait_for(self._process.wait(), ANSWER_LIMIT)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def command(self, do: str, **options: Any) -> dict[str, Any]:
+        """Run a command there. Raises AssertionError with the traceback when it fails."""
+        async with self._lock, asyncio.timeout(ANSWER_LIMIT):
+            known(self._process.stdin).write(json.dumps({"do": do, **options}).encode() + b"\n")
+            line = await known(self._process.stdout).readline()
+        answer: dict[str, Any] = json.loads(line or b'{"failed": "the process has ended"}')
+        assert "failed" not in answer, answer["failed"]
+        return answer
+
+    def limit_descriptors(self, more: int | None) -> None:
+        """Limit the process to `more` further descriptors; None: to the system's hard limit."""
+        _, hard = resource.prlimit(self.pid, resource.RLIMIT_NOFILE)
+        soft = hard if more is None else psutil.Process(self.pid).num_fds() + more
+        resource.prlimit(self.pid, resource.RLIMIT_NOFILE, (soft, hard))
 
 
 class GatewayWorker:
     """Executes commands on one gateway at a time, and records the events of its requests."""
 
-    def __init__(self, clock: ShiftedClock) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
+        self._offset = 0.0  # seconds by which the wall clock is shifted
         self._stack = contextlib.AsyncExitStack()
         self._running: Running | None = None
         self._finished: list[RequestRecord] = []
         self._attempts: list[AttemptEnded] = []
         self._loop_errors: list[str] = []
 
-    async def execute(self, command: dict[str, Any]) -> dict[str, Any]:
-        match command.pop("do"):
-            case "open":
-                return await self.open(**command)
-            case "wait_until_idle":
-                return await self.wait_until_idle(**command)
-            case "close":
-                await self._stack.aclose()
-                self._running = None
-                return await self._leaks_after_close(**command)
-            case "inspect":
-                return self.inspect()
-            case "shift_clock":
-                self._clock.offset += command["seconds"]
-                return {}
-            case other:
-                raise ValueError(other)
+    def install_clock(self) -> None:
+        seconds, nanoseconds = time.time, time.time_ns
+        time.time = lambda: seconds() + self._offset
+        time.time_ns = lambda: nanoseconds() + int(self._offset * 1e9)
 
     async def open(
         self, folder: str, nodes: list[dict[str, Any]], settings: dict[str, Any]
     ) -> dict[str, Any]:
-        """Start a gateway. Returns its URLs and this process's id."""
         from gateway.events import AttemptEnded, RequestRecord
         from tests.gateways import running_gateway
 
-        self._clock.offset = 0.0
+        self._offset = 0.0
         self._finished, self._attempts, self._loop_errors = [], [], []
         asyncio.get_running_loop().set_exception_handler(self._record_loop_error)
         self._stack = contextlib.AsyncExitStack()
-        self._running = await self._stack.enter_async_context(
-            running_gateway(Path(folder), nodes, settings)
-        )
-        bus = self._running.gateway.bus
-        bus.subscribe(RequestRecord, self._finished.append)
-        bus.subscribe(AttemptEnded, self._attempts.append)
-        running = self._running
-        return {"url": running.url, "admin": running.admin_url, "pid": os.getpid()}
+        gateway = running_gateway(Path(folder), nodes, settings)
+        running = self._running = await self._stack.enter_async_context(gateway)
+        running.gateway.bus.subscribe(RequestRecord, self._finished.append)
+        running.gateway.bus.subscribe(AttemptEnded, self._attempts.append)
+        return {"url": running.url, "admin": running.admin_url}
 
     async def wait_until_idle(self, limit: float) -> dict[str, Any]:
         """Wait until all counters are zero. Returns what is left, and a record of each request."""
-        assert self._running is not None
-        gateway = self._running.gateway
         until = time.monotonic() + limit
-        while _held(self._running) and time.monotonic() < until:  # noqa: ASYNC110
+        while self._held() and time.monotonic() < until:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-        gateway.bus.flush()
+        known(self._running).gateway.bus.flush()
         # Connections close in later iterations of the event loop. Polls are counted, not seconds,
         # because other processes may hold the core.
-        polls = 0
-        while (left := self.inspect())["objects"] and polls < MAX_POLLS:
+        left = await self.inspect()
+        for _ in range(MAX_POLLS):
+            if not left["objects"]:
+                break
             await asyncio.sleep(0.05)
-            polls += 1
+            left = await self.inspect()
         records = [
-            [
-                r.x_request_id,
-                r.status,
-                r.reason,
-                r.attempts,
-                r.node,
-                r.completion_tokens,
-                r.duration_seconds,
-            ]
+            (r.x_request_id, r.status, r.reason, r.attempts, r.node, r.duration_seconds)
             for r in self._finished
         ]
-        outcomes: dict[str, int] = {}
-        for attempt in self._attempts:
-            outcomes[attempt.outcome] = outcomes.get(attempt.outcome, 0) + 1
+        outcomes = Counter(attempt.outcome for attempt in self._attempts)
         objects = live_request_objects()
-        own_ids = {id(objects), *map(id, objects.values())}
-        leaked = [_referrers(obj, own_ids) for group in objects.values() for obj in group]
+        own = {id(objects), *map(id, objects.values())}
+        leaked = [_holders(one, own) for group in objects.values() for one in group]
         return {**left, "leaked": leaked, "records": records, "attempts": outcomes}
 
-    async def _leaks_after_close(self, descriptors: int) -> dict[str, Any]:
-        """What is left once the gateway is closed.
+    async def close(self, descriptors: int) -> dict[str, Any]:
+        """Close the gateway. Returns what is left.
 
         Polls until no task and at most `descriptors` descriptors are left, or `MAX_POLLS` times.
         """
-        left = self.inspect()
+        await self._stack.aclose()
+        self._running = None
+        left = await self.inspect()
         for poll in range(MAX_POLLS):
             if poll > MIN_POLLS and not left["tasks"] and left["descriptors"] <= descriptors:
                 break
             await asyncio.sleep(0.05)
-            left = self.inspect()
+            left = await self.inspect()
         return left
 
-    def inspect(self) -> dict[str, Any]:
+    async def inspect(self) -> dict[str, Any]:
         """Counters that are not zero, tasks, descriptors, memory, and live request objects."""
         gc.collect()
+        others = asyncio.all_tasks() - {known(asyncio.current_task())}
+        process = psutil.Process()
         return {
-            "counts": {} if self._running is None else _held(self._running),
-            "tasks": sorted(
-                task.get_name()
-                for task in asyncio.all_tasks()
-                if task is not asyncio.current_task() and task.get_name() != "commands"
-            ),
-            "descriptors": len(list(Path("/proc/self/fd").iterdir())),
-            "rss": _rss(),
+            "counts": self._held(),
+            "tasks": sorted(task.get_name() for task in others),
+            "descriptors": process.num_fds(),
+            "rss": process.memory_info().rss,
             "objects": {name: len(group) for name, group in live_request_objects().items()},
             "loop_errors": self._loop_errors,
         }
+
+    async def shift_clock(self, seconds: float) -> dict[str, Any]:
+        self._offset += seconds
+        return {}
+
+    def _held(self) -> dict[str, Any]:
+        """What is held for requests, and the tasks that look whether a slot has become free."""
+        tasks = [task.get_name() for task in asyncio.all_tasks()]
+        reclaiming = [name for name in tasks if name.startswith("reclaim")]
+        held = self._running.held() if self._running is not None else {}
+        return {**held, **({"reclaiming": reclaiming} if reclaiming else {})}
 
     def _record_loop_error(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         self._loop_errors.append(f"{context.get('message')}: {context.get('exception')!r}"[:500])
 
 
-def _held(running: Running) -> dict[str, Any]:
-    """What is held for requests, and the tasks that look whether a slot has become free."""
-    tasks = [task.get_name() for task in asyncio.all_tasks()]
-    reclaiming = [name for name in tasks if name.startswith("reclaim")]
-    return {**running.held(), **({"reclaiming": reclaiming} if reclaiming else {})}
-
-
-def _rss() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
 def live_request_objects() -> dict[str, list[object]]:
     """The live objects of `REQUEST_OBJECTS`, by the name of their class."""
-    objects_found: dict[str, list[object]] = {}
-    for obj in gc.get_objects():
-        kind = type(obj)
+    found: dict[str, list[object]] = {}
+    for one in gc.get_objects():
+        kind = type(one)
         if kind.__name__ in REQUEST_OBJECTS and kind.__module__.startswith("gateway."):
-            objects_found.setdefault(kind.__name__, []).append(obj)
-    return objects_found
+            found.setdefault(kind.__name__, []).append(one)
+    return found
 
 
-def _referrers(obj: object, own_ids: set[int], depth: int = 5) -> str:
-    """What keeps an object alive: its referrers, each with its own referrers, `depth` levels deep.
-
-    `own_ids` are the ids of this module's own containers, which don't count.
-    """
-    lines: list[str] = []
-    seen = {id(obj), id(lines), *own_ids}
-
-    def add_referrers(target: object, indent: int) -> None:
-        for referrer in gc.get_referrers(target):
-            if id(referrer) in seen or isinstance(referrer, types.FrameType) or indent > depth:
-                continue
-            seen.add(id(referrer))
-            lines.append(
-                "  " * indent + f"{type(referrer).__qualname__} {_one_line_repr(referrer)}"
-            )
-            add_referrers(referrer, indent + 1)
-
-    add_referrers(obj, 1)
-    return "\n".join([_one_line_repr(obj), *lines[:MAX_REFERRERS]])
+def _shown(one: object) -> str:
+    return f"{type(one).__qualname__} {' '.join(repr(one).split())[:300]}"
 
 
-def _one_line_repr(obj: object) -> str:
-    return " ".join(repr(obj).split())[:300]
+def _holders(leaked: object, own: set[int]) -> str:
+    """An object and what keeps it alive; `own` are the ids of this module's own containers."""
+    holders = [
+        one
+        for one in gc.get_referrers(leaked)
+        if id(one) not in own and not isinstance(one, types.FrameType)
+    ]
+    return "\n  ".join(map(_shown, [leaked, *holders[:MOST_HOLDERS]]))
 
 
-async def _serve(clock: ShiftedClock) -> None:
-    task = asyncio.current_task()
-    assert task is not None
-    task.set_name("commands")
-    worker = GatewayWorker(clock)
+async def _serve(worker: GatewayWorker) -> None:
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=1 << 24)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while line := await reader.readline():
+        command = json.loads(line)
         try:
-            answer = await worker.execute(json.loads(line))
-        except Exception as error:  # noqa: BLE001 - reported to the sender of the command
-            import traceback
-
-            answer = {"failed": repr(error), "traceback": traceback.format_exc()}
-        await asyncio.to_thread(_write_answer, answer)
-
-
-def _write_answer(answer: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(answer) + "\n")
-    sys.stdout.flush()
+            answer = await getattr(worker, command.pop("do"))(**command)
+        except Exception:  # noqa: BLE001 - reported to the sender of the command
+            answer = {"failed": traceback.format_exc()}
+        await asyncio.to_thread(print, json.dumps(answer), flush=True)
 
 
 def main() -> None:
-    """Execute commands until the input ends."""
-    clock = ShiftedClock()
-    clock.install()
-    import uvloop
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(clock))
+    worker = GatewayWorker()
+    worker.install_clock()
+    uvloop.run(_serve(worker))
 
 
 if __name__ == "__main__":

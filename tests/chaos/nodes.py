@@ -8,8 +8,9 @@ import os
 import signal
 import subprocess
 import sys
-from socket import socket
-from typing import Any, Self
+from abc import ABC, abstractmethod
+from contextlib import ExitStack
+from typing import IO, Any, Self
 
 import httpx
 
@@ -18,156 +19,135 @@ from tests.chaos.faulty_link import FaultyLink
 from tests.chaos.response_reader import read_plain
 from tests.chaos.workload import EMULATED_MODEL, REAL_MODEL, WorkloadRequest, real_request_bodies
 from tests.emulator.admin import send_command
-from tests.servers import DemoServer, spawn_demo_server, stop_demo_server, wait_for_demo_server
+from tests.known import known
+from tests.servers import spawn_demo_server, wait_for_demo_server
 
 START_LIMIT = 120.0
-RECOVERY_LIMIT = 60.0
-"""Seconds within which a node without faults must carry out a command."""
+RECOVERY_LIMIT = 60.0  # seconds within which a node without faults must carry out a command
 CONTEXT = 2048
 LOOPBACK = "127.0.0.1"
 
 
-class EmulatorProcess:
-    """An emulated node, `python -m tests.emulator`, as a child process."""
+class ChaosNode(ABC):
+    """A node in a process of its own. An asynchronous context manager."""
 
-    def __init__(self, name: str, host: str, prefix: tuple[str, ...]) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self._host = host
-        self._command_prefix = prefix
         # No other process gets the port while the node is down.
         self._claim = claim_port(LOOPBACK)
-        self._process = self._spawn(claimed_port(self._claim))
-        self.url = self.direct_url = ""
-        self._commands = ""
+        self.port = claimed_port(self._claim)
+        self.process: subprocess.Popen[bytes] | None = None
+        self.files = ExitStack()  # that are open until its end
+        self.url = ""
+        self.direct_url = ""  # where it answers whatever the connection to `url` does
         self.down = asyncio.Lock()
         """Held by a fault that takes down its listener or process, until it is back."""
 
-    @classmethod
-    async def start(cls, name: str, host: str = LOOPBACK, prefix: tuple[str, ...] = ()) -> Self:
-        """Start a node. `prefix`: a command that runs it, for example in a network namespace."""
-        emulator = cls(name, host, prefix)
+    @abstractmethod
+    async def begin(self) -> None:
+        """Start the process, and wait until it listens."""
+
+    async def __aenter__(self) -> Self:
         try:
-            await emulator._wait_until_listening()
+            await self.begin()
         except BaseException:
-            emulator.close()
+            await self.__aexit__()
             raise
-        return emulator
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self.process is not None:
+            await self.kill()
+        self.files.close()
+        self._claim.close()
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return known(self.process).pid
 
-    def _spawn(self, port: int) -> subprocess.Popen[bytes]:
-        command = [
-            *(*self._command_prefix, sys.executable, "-m", "tests.emulator", "--slots", "2"),
-            *("--model", EMULATED_MODEL, "--host", self._host, "--port", str(port)),
+    async def kill(self) -> None:
+        known(self.process).kill()
+        await asyncio.to_thread(known(self.process).wait)
+
+    async def restart(self) -> None:
+        """Start it on the same port, if it has ended."""
+        if known(self.process).poll() is not None:
+            await self.begin()
+
+    async def recover(self) -> None:
+        await self.restart()
+        os.kill(self.pid, signal.SIGCONT)
+
+
+class EmulatorProcess(ChaosNode):
+    """An emulated node; `prefix`: a command that runs it, for example in a network namespace."""
+
+    def __init__(self, name: str, host: str = LOOPBACK, prefix: tuple[str, ...] = ()) -> None:
+        super().__init__(name)
+        self._command = (
+            *(*prefix, sys.executable, "-m", "tests.emulator", "--slots", "2"),
+            *("--model", EMULATED_MODEL, "--host", host, "--port", str(self.port)),
             *("--answer-tokens", "100000", "--embeddings"),
             *("--prefill-tps", "1500", "--decode-tps", "250", "--ping-interval", "0.3"),
-        ]
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+        )
+        self._commands_at = ""
 
-    async def _wait_until_listening(self) -> None:
-        assert self._process.stdout is not None
+    async def begin(self) -> None:
+        told = self.files.enter_context(self._spawn())
         async with asyncio.timeout(START_LIMIT):
-            lines = [await asyncio.to_thread(self._process.stdout.readline) for _ in range(2)]
-        self.url, self._commands = (line.decode().strip() for line in lines)
+            lines = [await asyncio.to_thread(told.readline) for _ in range(2)]
+        self.url, self._commands_at = (line.decode().strip() for line in lines)
         self.direct_url = self.url
+
+    def _spawn(self) -> IO[bytes]:
+        self.process = subprocess.Popen(
+            self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+        )
+        return known(self.process.stdout)
 
     async def command(self, do: str, *, limit: float = 1.0, **options: Any) -> None:
         """Send it a command, which is dropped when no answer comes within `limit`."""
         with contextlib.suppress(OSError, ValueError):
             async with asyncio.timeout(limit):
-                await send_command(self._commands, do=do, **options)
-
-    async def kill(self) -> None:
-        """Kill the process, as by kill -9."""
-        self._process.kill()
-        await asyncio.to_thread(self._process.wait)
-
-    async def restart(self) -> None:
-        """Start it on the same port, if it has ended."""
-        if self._process.poll() is None:
-            return
-        self._end()
-        self._process = self._spawn(claimed_port(self._claim))
-        await self._wait_until_listening()
+                await send_command(self._commands_at, do=do, **options)
 
     async def recover(self) -> None:
-        """End all its faults."""
-        await self.restart()
-        os.kill(self.pid, signal.SIGCONT)
+        await super().recover()
         await self.command("clear", limit=RECOVERY_LIMIT)
         await self.command("loading", limit=RECOVERY_LIMIT, on=False)
         await self.command("revive", limit=RECOVERY_LIMIT)
 
-    def close(self) -> None:
-        self._end()
-        self._claim.close()
 
-    def _end(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+class RealServer(ChaosNode):
+    """A real llama.cpp server with one slot, behind a faulty link."""
 
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.link = FaultyLink((LOOPBACK, self.port))
+        self.direct_url = f"http://{LOOPBACK}:{self.port}"
 
-class RealServer:
-    """A real llama.cpp server with one slot, behind a faulty link.
-
-    The gateway finds it at `url`; at `direct_url` it answers whatever the link does.
-    """
-
-    def __init__(self, name: str, server: DemoServer, link: FaultyLink, claim: socket) -> None:
-        self.name = name
-        self.link = link
-        self.url = link.url
-        self.direct_url = f"http://{LOOPBACK}:{claimed_port(claim)}"
-        self.down = asyncio.Lock()
-        """Held by a fault that kills or stops the process, until it is back."""
-        self._server = server
-        self._claim = claim
-
-    @classmethod
-    async def start(cls, name: str) -> Self:
-        claim = claim_port(LOOPBACK)
-        server = _spawn_server(claimed_port(claim))
+    async def begin(self) -> None:
+        # A token's probability must not depend on whether it was decoded or prefilled.
+        server = spawn_demo_server(
+            slots=1, context=CONTEXT, alias=REAL_MODEL, port=self.port, extra=("--exact",)
+        )
+        self.process = server.process
+        self.files.enter_context(server.log)
         await asyncio.to_thread(wait_for_demo_server, server, START_LIMIT)
-        link = await FaultyLink((LOOPBACK, claimed_port(claim))).__aenter__()
-        return cls(name, server, link, claim)
 
-    @property
-    def pid(self) -> int:
-        return self._server.pid
+    async def __aenter__(self) -> Self:
+        await super().__aenter__()
+        self.url = (await self.link.__aenter__()).url
+        return self
 
-    async def kill(self) -> None:
-        """Kill the process, as by kill -9."""
-        await asyncio.to_thread(self._server.kill)
-
-    async def restart(self) -> None:
-        """Start it on the same port, if it has ended."""
-        if self._server.process.poll() is None:
-            return
-        stop_demo_server(self._server)
-        self._server = _spawn_server(claimed_port(self._claim))
-        await asyncio.to_thread(wait_for_demo_server, self._server, START_LIMIT)
+    async def __aexit__(self, *_: object) -> None:
+        if self.url:
+            await self.link.__aexit__()
+        await super().__aexit__()
 
     async def recover(self) -> None:
-        """End all its faults."""
-        await self.restart()
-        os.kill(self.pid, signal.SIGCONT)
+        await super().recover()
         self.link.repair()
-
-    async def aclose(self) -> None:
-        await self.link.__aexit__()
-        stop_demo_server(self._server)
-        self._claim.close()
-
-
-def _spawn_server(port: int) -> DemoServer:
-    # A token's probability must not depend on whether it was decoded or prefilled.
-    return spawn_demo_server(
-        slots=1, context=CONTEXT, alias=REAL_MODEL, port=port, extra=("--exact",)
-    )
 
 
 async def reference_answers(url: str, prompts: int) -> list[WorkloadRequest]:

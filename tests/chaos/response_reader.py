@@ -7,9 +7,11 @@ form of its API, and nothing after that.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+NAMED = {"/v1/messages", "/v1/responses"}  # APIs whose events have names, and no `[DONE]`
 
 
 class CorruptResponse(AssertionError):  # noqa: N818 - an assertion like others
@@ -18,20 +20,15 @@ class CorruptResponse(AssertionError):  # noqa: N818 - an assertion like others
 
 @dataclass(slots=True)
 class ParsedResponse:
-    """The content of a response."""
-
     text: str = ""
     ends: int = 0
     starts: int = 0
-    numbers: int = 0
-    """Events that were numbered (`/v1/responses`)."""
+    numbers: int = 0  # events that were numbered (`/v1/responses`)
     finish_reasons: int = 0
-    """How many finish reasons it has."""
     error: dict[str, Any] | None = None
     completion_tokens: int | None = None
     ids: set[str] = field(default_factory=set)
-    last_event_complete: bool = True
-    """Whether nothing follows the last complete event."""
+    last_event_complete: bool = True  # nothing follows it
 
 
 def read_stream(path: str, data: bytes) -> ParsedResponse:
@@ -48,7 +45,7 @@ def read_stream(path: str, data: bytes) -> ParsedResponse:
         if read.error is not None or (read.ends and payload != "[DONE]"):
             raise CorruptResponse(f"something follows the end: {payload[:80]!r}")
         if payload == "[DONE]":
-            if path in {"/v1/messages", "/v1/responses"}:
+            if path in NAMED:
                 raise CorruptResponse("[DONE] in an API that has none")
             read.ends += 1
             continue
@@ -56,13 +53,11 @@ def read_stream(path: str, data: bytes) -> ParsedResponse:
             value = json.loads(payload)
         except ValueError:
             raise CorruptResponse(f"an event is no JSON: {payload[:80]!r}") from None
-        if value is None:
-            continue
-        if not isinstance(value, dict):
+        if isinstance(value, dict):
+            _add_event(path, name, value, read)
+        elif value is not None:
             raise CorruptResponse(f"an event is no object: {payload[:80]!r}")
-        _add_event(path, name, value, read)
-    counts = {"ends": read.ends, "beginnings": read.starts, "ids": len(read.ids)}
-    for what, count in counts.items():
+    for what, count in (("ends", read.ends), ("beginnings", read.starts), ("ids", len(read.ids))):
         if count > 1:
             raise CorruptResponse(f"{count} {what}")
     if read.ends and read.finish_reasons != 1:
@@ -89,39 +84,28 @@ def _events(text: str) -> tuple[list[tuple[str, str]], bool]:
 
 def _add_event(path: str, name: str, value: dict[str, Any], read: ParsedResponse) -> None:
     if value.get("error") or name == "error":
-        named = path in {"/v1/messages", "/v1/responses"}
-        if named and (name != "error" or value.get("type") != "error"):
+        if path in NAMED and (name != "error" or value.get("type") != "error"):
             raise CorruptResponse(f"an error in another API's form: {value}")
         read.error = error_of(value)
-        return
-    match path:
-        case "/v1/chat/completions":
-            _add_openai_event(value, read)
-            for choice in value.get("choices", ()):
-                read.starts += "role" in choice["delta"]
-                read.text += choice["delta"].get("content") or ""
-        case "/v1/completions":
-            _add_openai_event(value, read)
-            for choice in value.get("choices", ()):
-                read.text += choice["text"]
-        case "/v1/messages":
-            _add_messages_event(name, value, read)
-        case "/v1/responses":
-            _add_responses_event(name, value, read)
-        case _:
-            read.text += value.get("content", "")
-            if value.get("stop") is True:
-                read.ends += 1
-                read.finish_reasons += 1
-                read.completion_tokens = value.get("tokens_predicted")
-
-
-def _add_openai_event(value: dict[str, Any], read: ParsedResponse) -> None:
-    read.ids.add(value["id"])
-    for choice in value.get("choices", ()):
-        read.finish_reasons += choice.get("finish_reason") is not None
-    if value.get("usage"):
-        read.completion_tokens = value["usage"]["completion_tokens"]
+    elif path in {CHAT, COMPLETIONS}:
+        read.ids.add(value["id"])
+        for choice in value.get("choices", ()):
+            delta = choice["delta"] if path == CHAT else {"content": choice["text"]}
+            read.starts += "role" in delta
+            read.text += delta.get("content") or ""
+            read.finish_reasons += choice.get("finish_reason") is not None
+        if value.get("usage"):
+            read.completion_tokens = value["usage"]["completion_tokens"]
+    elif path == "/v1/messages":
+        _add_messages_event(name, value, read)
+    elif path == "/v1/responses":
+        _add_responses_event(name, value, read)
+    else:
+        read.text += value.get("content", "")
+        if value.get("stop") is True:
+            read.ends += 1
+            read.finish_reasons += 1
+            read.completion_tokens = value.get("tokens_predicted")
 
 
 def _add_messages_event(name: str, value: dict[str, Any], read: ParsedResponse) -> None:
@@ -155,50 +139,35 @@ def _add_responses_event(name: str, value: dict[str, Any], read: ParsedResponse)
             read.ends += 1
             read.finish_reasons += 1
             read.completion_tokens = value["response"].get("usage", {}).get("output_tokens")
-            whole = "".join(_output_texts(value["response"]))
-            if whole != read.text:
+            if _output_text(value["response"]) != read.text:
                 raise CorruptResponse("the final response differs from the streamed text")
 
 
-def _output_texts(response: dict[str, Any]) -> Iterator[str]:
-    for item in response["output"]:
-        for part in item.get("content", ()):
-            yield part.get("text", "")
+def _output_text(response: dict[str, Any]) -> str:
+    parts = (part for item in response["output"] for part in item.get("content", ()))
+    return "".join(part.get("text", "") for part in parts)
 
 
 def read_plain(path: str, data: bytes) -> ParsedResponse:
-    """Parse a plain response. Raises: CorruptResponse."""
     try:
         value = json.loads(data)
     except ValueError:
         raise CorruptResponse(f"a plain response is no JSON: {data[:80]!r}") from None
     read = ParsedResponse(ends=1, finish_reasons=1)
-    match path:
-        case "/v1/chat/completions":
-            read.text = value["choices"][0]["message"]["content"]
-            read.completion_tokens = value["usage"]["completion_tokens"]
-        case "/v1/completions":
-            read.text = value["choices"][0]["text"]
-            read.completion_tokens = value["usage"]["completion_tokens"]
-        case "/v1/messages":
-            read.text = "".join(part.get("text", "") for part in value["content"])
-            read.completion_tokens = value["usage"]["output_tokens"]
-        case "/v1/responses":
-            read.text = "".join(_output_texts(value))
-            read.completion_tokens = value["usage"]["output_tokens"]
-        case _:
-            read.text = value["content"]
-            read.completion_tokens = value["tokens_predicted"]
+    if path in NAMED:
+        content = {"output": [value]} if path == "/v1/messages" else value
+        read.text = _output_text(content)
+        read.completion_tokens = value["usage"]["output_tokens"]
+    elif path in {CHAT, COMPLETIONS}:
+        choice = value["choices"][0]
+        read.text = choice["message"]["content"] if path == CHAT else choice["text"]
+        read.completion_tokens = value["usage"]["completion_tokens"]
+    else:
+        read.text, read.completion_tokens = value["content"], value["tokens_predicted"]
     return read
 
 
-def read_vector(data: bytes) -> tuple[float, ...]:
-    """The first embedding of a response."""
-    return tuple(json.loads(data)["data"][0]["embedding"])
-
-
 def error_of(value: dict[str, Any]) -> dict[str, Any]:
-    """The error object. Raises: CorruptResponse."""
     error = value.get("error")
     if not isinstance(error, dict) or not error.get("message") or not error.get("type"):
         raise CorruptResponse(f"an error without message or type: {value}")

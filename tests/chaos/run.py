@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,24 +22,19 @@ from tests.bench.machine import waited_seconds
 from tests.chaos import workload
 from tests.chaos.client import READS_TO_END, Client, ClientBehaviour
 from tests.chaos.fault_injection import FaultInjector
-from tests.chaos.gateway_process import GatewayProcess
-from tests.chaos.nodes import EmulatorProcess, RealServer, busy_slots, reference_answers
+from tests.chaos.gateway_worker import GatewayProcess
+from tests.chaos.nodes import ChaosNode, EmulatorProcess, RealServer, busy_slots, reference_answers
 from tests.chaos.schedule import ScheduledFault, schedule
 from tests.chaos.verdict import Verdict, judge
-from tests.chaos.workload import REAL_PROMPT_COUNT, WorkloadRequest
+from tests.chaos.workload import REAL_PROMPTS, WorkloadRequest
 
-EMULATORS = 3
-SERVERS = 2
-CLIENTS = 14
-REAL_CLIENTS = 4
+EMULATORS, SERVERS = 3, 2
+CLIENTS, REAL_CLIENTS = 14, 4
 PROBES = 4
 """Concurrent requests during recovery: fewer than there are slots, so that nodes stay idle."""
-AFTER_RECOVERY = ("probe", "check")
-"""Words in the ids of requests that are sent after the recovery."""
-CHECKS = 8
-"""Requests that must be answered after the recovery."""
-REQUEST_LIMIT = 30.0
-"""Seconds within which every request must end."""
+AFTER_RECOVERY = ("probe", "check")  # words in the ids of requests that are sent after the recovery
+CHECKS = 8  # requests that must be answered after the recovery
+REQUEST_LIMIT = 30.0  # seconds within which every request must end
 SLOW_REQUEST_LIMIT = 120.0
 """The same for clients whose kernel takes a kilobyte at a time; the gateway may end earlier."""
 READY_LIMIT = 90.0
@@ -49,10 +44,8 @@ GENEROUS_TIMEOUTS: dict[str, dict[str, Any]] = {
     "timeouts": {"connect": 20.0, "first_byte": 60.0, "silence": 60.0, "total": 90.0},
     "queue": {"max_wait": 60.0},
     "retries": {"wait_for_node": 60.0},
-}
-"""Timeouts after the recovery, which no machine is too slow for."""
-NO_DESCRIPTOR_LIMIT = 1 << 20
-"""More descriptors than any process has open."""
+}  # timeouts after the recovery, which no machine is too slow for
+NO_DESCRIPTOR_LIMIT = 1 << 20  # more descriptors than any process has open
 ALLOWED_GROWTH = 64 << 20
 """Bytes by which the gateway's resident memory may grow over all runs after the first."""
 
@@ -62,57 +55,35 @@ class ChaosTestbed:
     """The nodes and the gateway's process, which many runs share."""
 
     gateway: GatewayProcess
-    emulators: list[EmulatorProcess]
-    servers: list[RealServer]
-    references: list[WorkloadRequest]
+    emulators: Sequence[EmulatorProcess]
+    servers: Sequence[RealServer] = ()
+    references: Sequence[WorkloadRequest] = ()
     runs: int = 0
-    descriptors: int = 0
-    """Descriptors that the process had open after the first run."""
-    rss: int = 0
-    """Its resident bytes after the first run."""
+    descriptors: int = 0  # that the process had open after the first run
+    rss: int = 0  # its resident bytes then
 
     @property
-    def nodes(self) -> dict[str, EmulatorProcess | RealServer]:
-        nodes: list[EmulatorProcess | RealServer] = [*self.emulators, *self.servers]
-        return {node.name: node for node in nodes}
+    def nodes(self) -> dict[str, ChaosNode]:
+        return {node.name: node for node in (*self.emulators, *self.servers)}
 
 
 @asynccontextmanager
 async def running_testbed(
-    servers: int = SERVERS, prompts: int = REAL_PROMPT_COUNT
+    servers: int = SERVERS, prompts: int = len(REAL_PROMPTS)
 ) -> AsyncIterator[ChaosTestbed]:
-    """Start nodes and gateway process, and stop them at the end.
-
-    `prompts` is the number of prompts that the real servers are asked.
-    """
+    """Start nodes and gateway process. `prompts`: how many the real servers are asked."""
     async with AsyncExitStack() as stack:
-        gateway = await stack.enter_async_context(GatewayProcess())
-        emulators: list[EmulatorProcess] = []
-        real_servers = []
-
-        async def emulate(number: int) -> None:
-            emulator = await EmulatorProcess.start(f"words-{number}")
-            stack.callback(emulator.close)
-            emulators.append(emulator)
-
-        async with asyncio.TaskGroup() as group:
-            for number in range(EMULATORS):
-                group.create_task(emulate(number))
-        emulators.sort(key=lambda emulator: emulator.name)
-        for number in range(servers):
-            server = await RealServer.start(f"real-{number}")
-            stack.push_async_callback(server.aclose)
-            real_servers.append(server)
-        references = (
-            await reference_answers(real_servers[0].direct_url, prompts) if real_servers else []
-        )
-        yield ChaosTestbed(gateway, emulators, real_servers, references)
+        enter = stack.enter_async_context
+        gateway = await enter(GatewayProcess())
+        names = [f"words-{number}" for number in range(EMULATORS)]
+        emulators = await asyncio.gather(*(enter(EmulatorProcess(name)) for name in names))
+        real = [await enter(RealServer(f"real-{number}")) for number in range(servers)]
+        references = await reference_answers(real[0].direct_url, prompts) if real else []
+        yield ChaosTestbed(gateway, emulators, real, references)
 
 
 @dataclass(slots=True)
 class FinishedRequest:
-    """One request of the run, with its verdict and its times."""
-
     request_id: str
     request: WorkloadRequest
     verdict: Verdict
@@ -123,8 +94,6 @@ class FinishedRequest:
 
 @dataclass(slots=True)
 class RunReport:
-    """The result of one run, as it is recorded."""
-
     seed: int
     seconds: float
     violations: list[str] = field(default_factory=list)
@@ -134,14 +103,11 @@ class RunReport:
     attempts: dict[str, int] = field(default_factory=dict)
     rss: int = 0
     took: float = 0.0
-    waited: float = 0.0
-    """Seconds in which the gateway was runnable and other work had its core."""
+    waited: float = 0.0  # seconds in which the gateway was runnable and other work had its core
 
 
 @dataclass(slots=True)
 class ChaosRun:
-    """The run of one seed over a testbed."""
-
     testbed: ChaosTestbed
     seed: int
     seconds: float
@@ -151,6 +117,7 @@ class ChaosRun:
     min_whole: int = 0
     """Complete answers that the load must get; on a slow machine it runs beyond `seconds`."""
     finished: list[FinishedRequest] = field(default_factory=list)
+    out_of_descriptors: list[tuple[float, float]] = field(default_factory=list)
 
     def settings(self) -> dict[str, Any]:
         """Settings with short timeouts; the seed varies those that may vary."""
@@ -166,54 +133,41 @@ class ChaosRun:
         }  # fmt: skip
 
     async def __call__(self) -> RunReport:
-        began = time.monotonic()
-        testbed = self.testbed
-        waited = waited_seconds(testbed.gateway.pid)
+        began, testbed = time.monotonic(), self.testbed
+        gateway = testbed.gateway
+        waited = waited_seconds(gateway.pid)
+        names = [[node.name for node in nodes] for nodes in (testbed.emulators, testbed.servers)]
         rng = random.Random(f"faults {self.seed}")
-        faults = schedule(
-            rng,
-            self.seconds,
-            [node.name for node in testbed.emulators],
-            [node.name for node in testbed.servers],
-            process_faults=self.process_faults,
-        )
+        faults = schedule(rng, self.seconds, *names, process_faults=self.process_faults)
         report = RunReport(self.seed, self.seconds)
         report.faults.update(fault.kind for fault in faults)
         inventory = [{"name": n.name, "url": n.url, "host": n.name} for n in testbed.nodes.values()]
         settings = self.settings()
-        opened = await testbed.gateway.command(
+        opened = await gateway.command(
             "open", folder=str(self.folder), nodes=inventory, settings=settings
         )
-        generous_settings = {
-            name: part | GENEROUS_TIMEOUTS.get(name, {}) if isinstance(part, dict) else part
-            for name, part in settings.items()
+        generous = settings | {
+            name: settings[name] | timeouts for name, timeouts in GENEROUS_TIMEOUTS.items()
         }
         injector = FaultInjector(
-            testbed.gateway,
-            opened["admin"],
-            self.folder,
-            testbed.nodes,
-            inventory,
-            settings,
-            generous_settings,
+            *(gateway, opened["admin"], self.folder, testbed.nodes, inventory, settings, generous)
         )
+        self.out_of_descriptors = injector.out_of_descriptors
         try:
             await self._load_and_faults(opened["url"], injector, faults)
             report.violations += await self._check_recovery(opened)
-            left = await testbed.gateway.command("wait_until_idle", limit=IDLE_LIMIT)
+            left = await gateway.command("wait_until_idle", limit=IDLE_LIMIT)
         finally:
-            closed = await testbed.gateway.command(
-                "close", descriptors=testbed.descriptors or NO_DESCRIPTOR_LIMIT
-            )
-        report.violations += self._check_verdicts(injector)
-        report.violations += self._check_records(left, injector)
+            most = testbed.descriptors or NO_DESCRIPTOR_LIMIT
+            closed = await gateway.command("close", descriptors=most)
+        report.violations += self._check_verdicts()
+        report.violations += self._check_records(left["records"])
         report.violations += await self._check_leaks(left, closed)
         report.requests = len(self.finished)
         report.outcomes.update(done.verdict.outcome for done in self.finished)
-        report.attempts = left["attempts"]
-        report.rss = closed["rss"]
+        report.attempts, report.rss = left["attempts"], closed["rss"]
         report.took = time.monotonic() - began
-        report.waited = waited_seconds(testbed.gateway.pid) - waited
+        report.waited = waited_seconds(gateway.pid) - waited
         return report
 
     # Load.
@@ -222,10 +176,11 @@ class ChaosRun:
         self, url: str, injector: FaultInjector, faults: list[ScheduledFault]
     ) -> None:
         until = time.monotonic() + self.seconds
+        real_clients = REAL_CLIENTS if self.testbed.servers else 0
         async with asyncio.TaskGroup() as group:
             for number in range(CLIENTS):
                 group.create_task(self._client(url, f"w{number}", until, real=False))
-            for number in range(REAL_CLIENTS if self.testbed.servers else 0):
+            for number in range(real_clients):
                 group.create_task(self._client(url, f"r{number}", until, real=True))
             await injector.run(faults)
         await injector.recover()
@@ -233,11 +188,11 @@ class ChaosRun:
     async def _client(self, url: str, name: str, until: float, *, real: bool) -> None:
         rng = random.Random(f"{self.seed} {name}")
         async with Client(url, slow=rng.random() < 0.15) as client:
-            number = 0
-            while time.monotonic() < until or self._needs_more_answers(until):
+            for number in itertools.count():
+                if time.monotonic() >= until and not self._needs_more_answers(until):
+                    break
                 await asyncio.sleep(rng.expovariate(1 / 0.2))
                 request_id = f"chaos-{self.seed}-{name}-{number}"
-                number += 1
                 request = (
                     workload.real_request(rng, self.testbed.references)
                     if real
@@ -250,7 +205,11 @@ class ChaosRun:
         return whole < self.min_whole and time.monotonic() < until + SLOW_REQUEST_LIMIT
 
     async def _send(
-        self, client: Client, request: WorkloadRequest, request_id: str, behaviour: ClientBehaviour
+        self,
+        client: Client,
+        request: WorkloadRequest,
+        request_id: str,
+        behaviour: ClientBehaviour = READS_TO_END,
     ) -> Verdict:
         began = time.monotonic()
         limit = SLOW_REQUEST_LIMIT if client.slow or behaviour is READS_TO_END else REQUEST_LIMIT
@@ -271,7 +230,6 @@ class ChaosRun:
         """After the recovery all nodes become ready, and every API is answered."""
         rng = random.Random(self.seed)
         until = time.monotonic() + READY_LIMIT
-        states: dict[str, str] = {}
         for number in itertools.count():
             # A circuit closes after a successful request; one goes there though others are idle.
             await asyncio.gather(
@@ -283,13 +241,11 @@ class ChaosRun:
             if time.monotonic() > until:
                 return [f"nodes did not come back: {states}"]
             await asyncio.sleep(0.05)
-        checks = [self._any_request(rng, number) for number in range(CHECKS)]
         found = []
-        async with Client(opened["url"]) as one:
-            for number, request in enumerate(checks):
-                verdict = await self._send(
-                    one, request, f"chaos-{self.seed}-check-{number}", READS_TO_END
-                )
+        async with Client(opened["url"]) as client:
+            for number in range(CHECKS):
+                request = self._any_request(rng, number)
+                verdict = await self._send(client, request, f"chaos-{self.seed}-check-{number}")
                 if verdict.outcome != "whole":
                     found.append(f"after the recovery, {request.path} ended with {verdict}")
         return found
@@ -297,7 +253,7 @@ class ChaosRun:
     async def _send_probe(self, url: str, name: str, rng: random.Random) -> None:
         async with Client(url) as client:
             request = self._any_request(rng, rng.randrange(100))
-            await self._send(client, request, f"chaos-{self.seed}-probe-{name}", READS_TO_END)
+            await self._send(client, request, f"chaos-{self.seed}-probe-{name}")
 
     def _any_request(self, rng: random.Random, number: int) -> WorkloadRequest:
         if self.testbed.references and number % 3 == 0:
@@ -306,44 +262,43 @@ class ChaosRun:
             return replace(request, body=request.body | {"user": f"check {number}"})
         return workload.emulated_request(rng, seed=f"check {number}")
 
-    def _check_verdicts(self, injector: FaultInjector) -> list[str]:
+    def _check_verdicts(self) -> list[str]:
         return [
-            f"{done.request_id} {done.request.path} stream={done.request.stream}: "
-            f"{done.verdict.outcome}: {done.verdict.problem}"
+            f"{done.request_id} {done.request.path} stream={done.request.stream}: {done.verdict}"
             for done in self.finished
-            if done.verdict.problem is not None and not _excused(done, injector)
+            if done.verdict.problem is not None and not self._excused(done)
         ]
 
-    def _check_records(self, left: dict[str, Any], injector: FaultInjector) -> list[str]:
+    def _excused(self, done: FinishedRequest) -> bool:
+        """Whether the gateway had no descriptor left to accept this client, which got nothing."""
+        return done.verdict.outcome == "broke" and any(
+            done.began <= ended + 0.5 and done.ended >= began
+            for began, ended in self.out_of_descriptors
+        )
+
+    def _check_records(self, records: list[list[Any]]) -> list[str]:
         """The gateway's records match what the clients saw, one record for each request."""
         recorded: dict[str, list[Any]] = {}
         found = []
-        for record in left["records"]:
+        for record in records:
             request_id = record[0]
             if request_id in recorded:
                 found.append(f"{request_id} was recorded twice: {recorded[request_id]}, {record}")
             recorded[request_id] = record
-            if record[-1] > (
-                SLOW_REQUEST_LIMIT if request_id.split("-")[2] in AFTER_RECOVERY else REQUEST_LIMIT
-            ):
+            after = request_id.split("-")[2] in AFTER_RECOVERY
+            if record[-1] > (SLOW_REQUEST_LIMIT if after else REQUEST_LIMIT):
                 found.append(f"{request_id} took {record[-1]:.1f} s")
         for done in self.finished:
-            record = recorded.get(done.request_id)
-            if record is None:
-                if (
-                    done.sent_in_full
-                    and done.verdict.outcome != "left"
-                    and not _excused(done, injector)
-                ):
-                    found.append(
-                        f"{done.request_id} was never recorded, and ended with {done.verdict}"
-                    )
-            elif done.verdict.status and record[1] != done.verdict.status:
-                found.append(
-                    f"{done.request_id} was recorded as {record[1:]}, and ended with {done.verdict}"
-                )
-            elif record[1] == 500 and record[2] == "internal_error":
-                found.append(f"{done.request_id}: the gateway failed: {record[1:]}")
+            kept, verdict, problem = recorded.get(done.request_id), done.verdict, ""
+            if kept is None:
+                if done.sent_in_full and verdict.outcome != "left" and not self._excused(done):
+                    problem = "was never recorded"
+            elif verdict.status and kept[1] != verdict.status:
+                problem = f"was recorded as {kept[1:]}"
+            elif kept[1] == 500 and kept[2] == "internal_error":
+                problem = f"failed in the gateway, {kept[1:]}"
+            if problem:
+                found.append(f"{done.request_id} {problem}, and ended with {verdict}")
         return found
 
     async def _check_leaks(self, left: dict[str, Any], closed: dict[str, Any]) -> list[str]:
@@ -351,24 +306,24 @@ class ChaosRun:
         found += [f"an object outlived its request: {leaked}" for leaked in left["leaked"]]
         found += [f"unhandled: {error}" for error in (*left["loop_errors"], *closed["loop_errors"])]
         for node in self.testbed.nodes.values():
-            busy = await _busy_when_settled(node.direct_url)
-            if busy != 0:
-                found.append(f"{node.name} shows {busy} slots busy")
+            until = time.monotonic() + IDLE_LIMIT
+            while (busy := await busy_slots(node.direct_url)) != 0:
+                if time.monotonic() > until:
+                    found.append(f"{node.name} shows {busy} slots busy")
+                    break
+                await asyncio.sleep(0.05)
         if closed["tasks"]:
             found.append(f"tasks left: {closed['tasks']}")
-        testbed = self.testbed
-        if testbed.runs == 0:
-            testbed.descriptors, testbed.rss = closed["descriptors"], closed["rss"]
-        if closed["descriptors"] > testbed.descriptors:
-            found.append(
-                f"{closed['descriptors']} descriptors, {testbed.descriptors} after run one"
-            )
-        if closed["rss"] > testbed.rss + ALLOWED_GROWTH:
-            found.append(f"{closed['rss'] >> 20} MiB, {testbed.rss >> 20} after run one")
-        testbed.runs += 1
+        first, files, rss = self.testbed, closed["descriptors"], closed["rss"]
+        if first.runs == 0:
+            first.descriptors, first.rss = files, rss
+        if files > first.descriptors:
+            found.append(f"{files} descriptors, {first.descriptors} after run one")
+        if rss > first.rss + ALLOWED_GROWTH:
+            found.append(f"{rss >> 20} MiB, {first.rss >> 20} after run one")
+        first.runs += 1
         log = (self.folder / "gateway.log").read_text()
-        if "Traceback" in log:
-            at = log.index("Traceback")
+        if (at := log.find("Traceback")) >= 0:
             found.append(f"a traceback in the log: {log[max(0, at - 300) : at + 1500]}")
         return found
 
@@ -394,24 +349,6 @@ def _random_behaviour(rng: random.Random) -> ClientBehaviour:
     return ClientBehaviour(pause=pause)
 
 
-def _excused(done: FinishedRequest, injector: FaultInjector) -> bool:
-    """Whether the gateway had no descriptor left to accept this client, which got no response."""
-    if done.verdict.outcome != "broke":
-        return False
-    return any(
-        done.began <= ended + 0.5 and done.ended >= began
-        for began, ended in injector.out_of_descriptors
-    )
-
-
-async def _busy_when_settled(url: str, limit: float = IDLE_LIMIT) -> int | None:
-    """Busy slots of a node once it has none, or after `limit` seconds."""
-    until = time.monotonic() + limit
-    while (busy := await busy_slots(url)) != 0 and time.monotonic() < until:  # noqa: ASYNC110
-        await asyncio.sleep(0.05)
-    return busy
-
-
 async def run_seed(
     testbed: ChaosTestbed,
     seed: int,
@@ -422,7 +359,6 @@ async def run_seed(
     min_whole: int = 0,
 ) -> RunReport:
     """Run one seed in a folder of its own; after a violation the folder is copied to `keep`."""
-
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         folder = Path(name)
         report = await ChaosRun(testbed, seed, seconds, process_faults, folder, min_whole)()

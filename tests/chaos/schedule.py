@@ -3,42 +3,36 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
+CUTS = ("reset", "close", "cut", "end", "error_event", "garbage_body")
+BEFORE_THE_HEAD = ("reset", "close", "garbage", "slow_head", "interim")
+FORMS = (
+    *("split", "merge", "crlf", "comments", "chunk_extensions", "double_done", "no_done"),
+    *("head_bomb", "wrong_length"),
+)
+EXTRAS = ("comment", "line_comment", "empty", "no_data", "fields")
 SINGLE_REQUEST_FAULTS: list[dict[str, Any]] = [
-    *({"kind": kind} for kind in ("reset", "close", "garbage", "slow_head", "interim")),
+    *({"kind": kind} for kind in (*BEFORE_THE_HEAD, *FORMS)),
     *({"kind": "hang", "seconds": seconds} for seconds in (0.2, 3.0)),
     *({"kind": "status", "status": status} for status in (500, 502, 503, 429, 404, 401)),
-    *(
-        {"kind": kind, "after_events": after}
-        for kind in ("reset", "close", "cut", "end", "error_event", "garbage_body")
-        for after in (0, 1, 2, 7, 25)
-    ),
+    *({"kind": kind, "after_events": after} for kind, after in product(CUTS, (0, 1, 2, 7, 25))),
     *({"kind": "cut", "after_events": after, "reset": True} for after in (0, 5)),
     *(
         {"kind": "hang", "after_events": after, "seconds": seconds}
-        for after in (0, 1, 6)
-        for seconds in (0.2, 3.0)
+        for after, seconds in product((0, 1, 6), (0.2, 3.0))
     ),
-    *(
-        {"kind": kind}
-        for kind in ("split", "merge", "crlf", "comments", "chunk_extensions", "double_done")
-    ),
-    {"kind": "no_done"},
     {"kind": "trickle", "size": 40, "seconds": 0.005},
-    {"kind": "head_bomb"},
-    {"kind": "wrong_length"},
     *(
         {"kind": "insert", "what": what, "after_events": after}
-        for what in ("comment", "line_comment", "empty", "no_data", "fields")
-        for after in (0, 4)
+        for what, after in product(EXTRAS, (0, 4))
     ),
     {"kind": "insert", "what": "not_json", "after_events": 0},
     {"kind": "insert", "what": "huge", "after_events": 0, "size": 2 << 20},
-]
-"""Faults of an emulated node for one or a few of its next requests."""
+]  # faults of an emulated node for one or a few of its next requests
 
 STANDING_FAULTS: list[dict[str, Any]] = [
     *({"kind": "status", "status": status} for status in (500, 503, 429)),
@@ -46,15 +40,11 @@ STANDING_FAULTS: list[dict[str, Any]] = [
     {"kind": "reset"},
     {"kind": "close", "after_events": 3},
     {"kind": "stale"},
-]
-"""Faults of an emulated node for all its requests during a time."""
+]  # faults of an emulated node for all its requests during a time
 
 LINK_FAULTS = ("reset", "silence", "half", "half, then reset", "garbage", "trickle")
-
 EMULATOR_FAULTS = ("once", "standing", "kill", "process", "stop", "loading", "refuse")
-"""Kinds of faults of emulated nodes."""
 SERVER_FAULTS = ("link", "process", "stop")
-"""Kinds of faults of real servers."""
 GATEWAY_FAULTS = ("remove", "change", "bad inventory", "settings", "reload", "drain", "full disk")
 
 
@@ -72,49 +62,40 @@ class ScheduledFault:
 def schedule(
     rng: random.Random,
     seconds: float,
-    emulated: Iterable[str],
-    real: Iterable[str],
+    emulated: Sequence[str],
+    real: Sequence[str],
     *,
     process_faults: bool,
 ) -> list[ScheduledFault]:
     """The faults of a run of `seconds`, by time; `emulated` and `real` are names of nodes."""
-    emulators, servers = list(emulated), list(real)
     faults = []
     at = rng.uniform(0.2, 0.6)
     mean_gap = rng.choice((0.03, 0.08, 0.2))  # seconds between faults
     while at < seconds - 0.3:
         chance = rng.random()
         lasts = rng.uniform(0.05, min(2.5, seconds / 3))
-        if process_faults and chance < 0.03:
-            faults.append(_process_fault(rng, at, lasts))
+        node, detail = "", dict[str, Any]()
+        if process_faults and chance < 0.015:
+            kind, lasts = "descriptors", min(lasts, 1.0)
+            detail = {"more": rng.choice((0, 3))}
+        elif process_faults and chance < 0.03:
+            kind = "clock"
+            by = rng.choice((-86_400.0, -60.0, -1.0, 1.0, 3600.0, 365 * 86_400.0))
+            detail = {"seconds": by}
         elif chance < 0.15:
-            faults.append(
-                ScheduledFault(at, rng.choice(GATEWAY_FAULTS), rng.choice(emulators), lasts)
-            )
-        elif servers and chance < 0.35:
-            kind = rng.choices(SERVER_FAULTS, (6, 1, 2))[0]
+            kind, node = rng.choice(GATEWAY_FAULTS), rng.choice(emulated)
+        elif real and chance < 0.35:
+            kind, node = rng.choices(SERVER_FAULTS, (6, 1, 2))[0], rng.choice(real)
             detail = {"link": rng.choice(LINK_FAULTS)} if kind == "link" else {}
-            faults.append(ScheduledFault(at, kind, rng.choice(servers), lasts, detail))
         else:
-            faults.append(_emulator_fault(rng, at, lasts, rng.choice(emulators)))
+            kind, node = (
+                rng.choices(EMULATOR_FAULTS, (60, 8, 8, 1, 5, 3, 3))[0],
+                rng.choice(emulated),
+            )
+            if kind == "once":
+                detail = {**rng.choice(SINGLE_REQUEST_FAULTS), "n": rng.choice((1, 1, 1, 3))}
+            elif kind == "standing":
+                detail = rng.choice(STANDING_FAULTS)
+        faults.append(ScheduledFault(at, kind, node, lasts, detail))
         at += rng.expovariate(1 / mean_gap)
     return faults
-
-
-def _emulator_fault(rng: random.Random, at: float, lasts: float, node: str) -> ScheduledFault:
-    kind = rng.choices(EMULATOR_FAULTS, (60, 8, 8, 1, 5, 3, 3))[0]
-    detail: dict[str, Any] = {}
-    if kind == "once":
-        detail = {**rng.choice(SINGLE_REQUEST_FAULTS), "n": rng.choice((1, 1, 1, 3))}
-    elif kind == "standing":
-        detail = rng.choice(STANDING_FAULTS)
-    return ScheduledFault(at, kind, node, lasts, detail)
-
-
-def _process_fault(rng: random.Random, at: float, lasts: float) -> ScheduledFault:
-    if rng.random() < 0.5:
-        return ScheduledFault(
-            at, "descriptors", lasts=min(lasts, 1.0), detail={"more": rng.choice((0, 3))}
-        )
-    by = rng.choice((-86_400.0, -60.0, -1.0, 1.0, 3600.0, 365 * 86_400.0))
-    return ScheduledFault(at, "clock", detail={"seconds": by})

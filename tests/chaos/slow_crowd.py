@@ -11,10 +11,10 @@ import itertools
 import multiprocessing
 import random
 import socket
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
-from typing import cast
 
 import uvloop
 
@@ -23,26 +23,18 @@ from tests.bench.load import Address
 from tests.bench.scenarios import chat, post
 
 KINDS = ("head", "body", "read")
-BODY_BYTES = 1_000_000
-BODY_STEP = 100
-"""Bytes of one piece of a slow body."""
-RECEIVE_BUFFER = 2048
-"""Bytes of a slow reader's socket buffer, which the kernel doubles."""
-BACK_AFTER = 1.0
-"""Seconds until a client that was disconnected or refused connects again."""
+BODY_BYTES, BODY_STEP = 1_000_000, 100
+RECEIVE_BUFFER = 2048  # bytes of a slow reader's socket buffer, which the kernel doubles
+BACK_AFTER = 1.0  # seconds until a client that was disconnected or refused connects again
 _BIND_ADDRESS_NO_PORT = 24
 """Linux's IP_BIND_ADDRESS_NO_PORT: the port is chosen when connecting, among those of that pair."""
 
 
 @dataclass(slots=True)
 class CrowdTotals:
-    """What the crowd has seen so far."""
-
-    open: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
-    """Connections of each kind."""
+    open: int = 0  # connections
     connected: int = 0
-    not_connected: int = 0
-    """Attempts to connect that failed."""
+    not_connected: int = 0  # attempts to connect that failed
     statuses: dict[str, int] = field(default_factory=dict)
     """Responses by kind and status, as `head 408`."""
     bytes_read: int = 0
@@ -55,76 +47,46 @@ class CrowdOptions:
     address: Address
     clients: int
     addresses: int
-    ramp: float
-    """Seconds over which they arrive."""
-    pause: float
-    """Seconds between two bytes of a head, and so on."""
-    seed: int = 7
+    ramp: float  # seconds over which they arrive
+    pause: float  # seconds between two bytes of a head, and so on
 
 
-def source_address(number: int) -> str:
+def _source(number: int) -> str:
     """A loopback address for a client: 127.0.0.2, 127.0.0.3 and so on."""
     number += 2
     return f"127.0.{number // 250}.{number % 250 + (number >= 250)}"
 
 
-class SlowClient(asyncio.Protocol):
-    """One connection of a slow client; it pauses reading after each read."""
-
-    def __init__(self, totals: CrowdTotals, kind: str) -> None:
-        self._totals = totals
-        self._kind = kind
-        self._begun = False
-        self.transport: asyncio.Transport
-        self.closed = asyncio.get_running_loop().create_future()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast("asyncio.Transport", transport)
-        self._totals.connected += 1
-        self._totals.open[self._kind] += 1
-
-    def data_received(self, data: bytes) -> None:
-        self._totals.bytes_read += len(data)
-        if not self._begun:
-            self._begun = True
-            name = f"{self._kind} {data[9:12].decode('latin-1')}"
-            self._totals.statuses[name] = self._totals.statuses.get(name, 0) + 1
-        if self._kind == "read":
-            self.transport.pause_reading()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._totals.open[self._kind] -= 1
-        if not self.closed.done():
-            self.closed.set_result(None)
-
-
 class Crowd:
-    """All slow clients."""
-
     def __init__(self, options: CrowdOptions) -> None:
         self._options = options
-        self._rng = random.Random(options.seed)
+        self._rng = random.Random(7)
         self.totals = CrowdTotals()
 
     async def client(self, number: int) -> None:
         """One client, which always comes back."""
-        kind = KINDS[number % len(KINDS)]
-        source = source_address(number // len(KINDS) % self._options.addresses)
-        await asyncio.sleep(self._options.ramp * number / self._options.clients)
+        options, kind = self._options, KINDS[number % len(KINDS)]
+        source = _source(number // len(KINDS) % options.addresses)
+        await asyncio.sleep(options.ramp * number / options.clients)
         while True:
             try:
-                client = await self._connect(source, kind)
+                reader, writer = await self._connect(source, kind)
             except OSError:
                 self.totals.not_connected += 1
             else:
+                self.totals.connected += 1
+                self.totals.open += 1
                 try:
-                    await self._be_slow(client, kind)
+                    with suppress(OSError):
+                        await self._be_slow(reader, writer, kind)
                 finally:
-                    client.transport.abort()
+                    self.totals.open -= 1
+                    writer.transport.abort()
             await asyncio.sleep(BACK_AFTER * self._rng.uniform(0.5, 1.5))
 
-    async def _connect(self, source: str, kind: str) -> SlowClient:
-        loop = asyncio.get_running_loop()
+    async def _connect(
+        self, source: str, kind: str
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
             sock.setblocking(False)
@@ -134,42 +96,47 @@ class Crowd:
                 sock.setsockopt(socket.IPPROTO_IP, _BIND_ADDRESS_NO_PORT, 1)
             sock.bind((source, 0))
             async with asyncio.timeout(30):
-                await loop.sock_connect(sock, self._options.address)
-                _, client = await loop.create_connection(
-                    lambda: SlowClient(self.totals, kind), sock=sock
-                )
+                await asyncio.get_running_loop().sock_connect(sock, self._options.address)
+                return await asyncio.open_connection(sock=sock, limit=RECEIVE_BUFFER)
         except BaseException:
             sock.close()
             raise
-        return client
 
-    async def _be_slow(self, client: SlowClient, kind: str) -> None:
+    async def _be_slow(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kind: str
+    ) -> None:
         """Send or read a little at a time, until the connection ends."""
-        steps = {"head": self._head, "body": self._body, "read": self._read}[kind]
-        for step in steps():
-            if client.transport.is_closing():
-                return
-            if step:
-                client.transport.write(step)
-            if kind == "read":
-                client.transport.resume_reading()
+        begun = False
+        for piece in _pieces(kind):
+            writer.write(piece)
             pause = self._options.pause * self._rng.uniform(0.5, 1.5)
-            await asyncio.wait([client.closed], timeout=pause)
+            data = b""
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    if not (data := await reader.read(2 * RECEIVE_BUFFER)):
+                        return
+                    if kind == "read":
+                        await asyncio.sleep(pause)
+            self.totals.bytes_read += len(data)
+            if data and not begun:
+                begun = True
+                name = f"{kind} {data[9:12].decode('latin-1')}"
+                self.totals.statuses[name] = self.totals.statuses.get(name, 0) + 1
 
-    def _head(self) -> itertools.chain[bytes]:
-        head = chat(stream=True)
-        return itertools.chain((head[:20],), (head[at : at + 1] for at in range(20, len(head))))
 
-    def _body(self) -> itertools.chain[bytes]:
-        head = post("/v1/chat/completions", b"").replace(
-            b"Content-Length: 0", b"Content-Length: %d" % BODY_BYTES
-        )
-        begin = head + b'{"messages":[{"role":"user","content":"'
-        piece = b"x" * BODY_STEP
-        return itertools.chain((begin,), itertools.repeat(piece, BODY_BYTES // BODY_STEP))
-
-    def _read(self) -> itertools.chain[bytes]:
-        return itertools.chain((chat(stream=True),), itertools.repeat(b""))
+def _pieces(kind: str) -> Iterator[bytes]:
+    request = chat(stream=True)
+    if kind == "head":
+        yield request[:20]
+        yield from (request[at : at + 1] for at in range(20, len(request)))
+    elif kind == "body":
+        length = b"Content-Length: %d" % BODY_BYTES
+        head = post("/v1/chat/completions", b"").replace(b"Content-Length: 0", length)
+        yield head + b'{"messages":[{"role":"user","content":"'
+        yield from itertools.repeat(b"x" * BODY_STEP, BODY_BYTES // BODY_STEP)
+    else:
+        yield request
+        yield from itertools.repeat(b"")
 
 
 async def _run(options: CrowdOptions, pipe: Connection) -> None:
@@ -201,19 +168,14 @@ class CrowdProcess:
         self.totals = CrowdTotals()
 
     def poll(self) -> CrowdTotals:
-        """The newest totals. Raises: RuntimeError, if the process has ended."""
-        try:
-            while self._pipe.poll():
-                self.totals = CrowdTotals(**self._pipe.recv())
-        except EOFError:
-            raise RuntimeError("the slow clients' process has ended") from None
+        """The newest totals. Raises: EOFError, if the process has ended."""
+        while self._pipe.poll():
+            self.totals = CrowdTotals(**self._pipe.recv())
         return self.totals
 
     def stop(self) -> None:
-        """Disconnect all of them."""
         with suppress(OSError):
             self._pipe.send("stop")
         self._process.join(30)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
+        self._process.kill()
+        self._process.join()

@@ -15,8 +15,9 @@ import random
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,339 +25,245 @@ import psutil
 import uvloop
 
 from tests.bench import node_replies
-from tests.bench.load import Address, LoadConnection
+from tests.bench.load import Address, Load, StampedConnection
 from tests.bench.machine import waited_seconds
-from tests.bench.scenarios import chat, post
+from tests.bench.scenarios import EMBEDDED, EMBEDDINGS, chat
 from tests.bench.targets import TARGETS, running
 from tests.bench.upstream import Script, Upstream
-from tests.chaos.trend import Trend, trend
+from tests.chaos.client import READS_TO_END, Client, ClientBehaviour
+from tests.chaos.trend import trend
 from tests.known import known
 
-NODES = 20
-SLOTS = 128
-"""Slots of each node: more than it gets streams."""
-BUCKET_MS = 0.25
-"""Milliseconds that one bucket of the histogram spans."""
-BUCKETS = 20_000
-"""Buckets of the histogram; a longer delay counts in the last one."""
+NODES, SLOTS = 20, 128  # more slots than it gets streams
+BUCKET_MS = 0.25  # milliseconds to which delays are rounded up
 CORE = 0  # that the gateway runs on
-TOKEN_BYTES = 18
-"""Bytes of text in one stamped token."""
+TOKEN_BYTES = 18  # bytes of text in one stamped token
+FOREVER = 10**9
+PANELS = (
+    ("resident memory, MB", ("rss_mb", "text_mb")),
+    ("descriptors", ("descriptors",)),
+    ("delay of an event, ms", ("p50_ms", "p99_ms")),
+)
 
 
-@dataclass(slots=True)
-class Delays:
-    """A histogram of the events' age on arrival."""
-
-    counts: list[int] = field(default_factory=lambda: [0] * (BUCKETS + 1))
-    count: int = 0
-
-    def add_delay(self, microseconds: int) -> None:
-        self.counts[min(BUCKETS, int(microseconds / (BUCKET_MS * 1000)))] += 1
-        self.count += 1
+class Delays(Counter[int]):
+    """How many events had which age on arrival, in buckets."""
 
     def quantile(self, share: float) -> float:
-        """The quantile in milliseconds, rounded up to a bucket."""
-        left = share * self.count
-        for step, count in enumerate(self.counts):
-            left -= count
+        left = share * self.total()
+        for bucket in sorted(self):
+            left -= self[bucket]
             if left <= 0:
-                return (step + 1) * BUCKET_MS
-        return BUCKETS * BUCKET_MS
-
-    def add(self, other: Delays) -> None:
-        for step, count in enumerate(other.counts):
-            self.counts[step] += count
-        self.count += other.count
+                return (bucket + 1) * BUCKET_MS
+        return 0.0
 
 
 @dataclass(slots=True)
-class ClientTotals:
-    """Totals over all clients."""
+class Streams:
+    """Streams that run, each followed by another one."""
 
-    delays: Delays = field(default_factory=Delays)
-    streams: int = 0
-    tokens: int = 0
-    """Tokens of the streams that have ended."""
-    ended: int = 0
-    short: int = 0
-    clients_left: int = 0
-    failures: list[str] = field(default_factory=list)
+    load: Load
 
-
-class StreamClient(LoadConnection):
-    """One connection that requests one stream after the other."""
-
-    def __init__(self, tally: ClientTotals, request: bytes) -> None:
-        super().__init__(self._finish, 0, 0)
-        self._tally = tally
-        self._request = request
-        self._rest = b""
-        self._done = False
-        """Whether `[DONE]` has come."""
-        self.tokens = 0
-        """Tokens of the stream that runs."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        self.send(self._request)
-
-    def on_headers_complete(self) -> None:
-        self._tally.streams += 1
-
-    def on_body(self, body: bytes) -> None:
-        now = time.monotonic_ns() // 1000
-        self.length += len(body)
-        events, _, self._rest = (self._rest + body).rpartition(b"\n\n")
-        for sent in node_replies.stamps(events):
-            self._tally.delays.add_delay(now - sent)
-            self.tokens += 1
-        self._done = events.endswith(b"data: [DONE]") and not self._rest
-        if b'"error"' in events:
-            self._end(events[-300:].decode(errors="replace"))
-
-    def problem(self) -> str:
-        status = self.parser.get_status_code()
-        if status == 200 and self._done:
-            return ""
-        return f"status {status}, without its end: {self._rest[-200:]!r}"
-
-    def close(self) -> None:
-        self.busy = False
-        self.abort()
-
-    def _finish(self, _: LoadConnection, problem: str) -> None:
-        tally = self._tally
-        if problem:
-            tally.failures.append(problem)
-            self.close()
-            return
-        tally.ended += 1
-        tally.streams -= 1
-        tally.tokens += self.tokens
-        self.tokens, self._done = 0, False
-        self.send(self._request)
-
-
-async def short_requests(address: Address, tally: ClientTotals, rate: float) -> None:
-    """Embeddings, `rate` a second, each on a connection of its own; every tenth client leaves."""
-    rng = random.Random(5)
-    request = post(
-        "/v1/embeddings", node_replies.compact({"model": node_replies.MODEL, "input": "a text"})
-    )
-    while True:
-        await asyncio.sleep(rng.expovariate(rate))
-        reader, writer = await asyncio.open_connection(*address)
-        writer.write(request)
-        if rng.random() < 0.1:
-            await asyncio.sleep(rng.uniform(0, 0.002))
-            tally.clients_left += 1
-        else:
-            line = await reader.readline()
-            tally.short += 1
-            if b" 200 " not in line:
-                tally.failures.append(line.decode(errors="replace"))
-        writer.transport.abort()
+    def take(self) -> tuple[Delays, int]:
+        """The delays since the last call, and the tokens that the running streams have sent."""
+        delays, tokens = Delays(), 0
+        for one in self.load.connections:
+            assert isinstance(one, StampedConnection)
+            delays.update(int(age / 1000 / BUCKET_MS) for _, age in one.ages)
+            one.ages.clear()
+            tokens += one.length // len(node_replies.stamped_token(0))
+        return delays, tokens
 
 
 @asynccontextmanager
 async def streams(
-    address: Address, tally: ClientTotals, number: int, ramp: float
-) -> AsyncIterator[list[StreamClient]]:
+    address: Address, number: int, tokens: int, ramp: float
+) -> AsyncIterator[Streams]:
     """Run `number` streams at once, started over `ramp` seconds."""
-    loop = asyncio.get_running_loop()
-    request = chat(stream=True)
-    clients: list[StreamClient] = []
+    length = node_replies.stamped_length(tokens)
+    load = Load(address, chat(stream=True), length, crc=True, connection=StampedConnection)
+    async with load.connected(number):
+        task = asyncio.create_task(load.run(FOREVER, FOREVER, spread=ramp))
+        try:
+            await asyncio.sleep(ramp)
+            yield Streams(load)
+        finally:
+            task.cancel()
 
-    async def one(delay: float) -> None:
-        await asyncio.sleep(delay)
-        _, client = await loop.create_connection(lambda: StreamClient(tally, request), *address)
-        clients.append(client)
 
-    await asyncio.gather(*(one(ramp * i / number) for i in range(number)))
-    try:
-        yield clients
-    finally:
-        for client in clients:
-            client.close()
-        await asyncio.sleep(0.2)
+@dataclass(slots=True)
+class ShortRequests:
+    """Embeddings, each on a connection of its own; every tenth client leaves."""
+
+    url: str
+    sent: int = 0
+    clients_left: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    async def run(self, rate: float) -> None:
+        rng = random.Random(5)
+        while True:
+            await asyncio.sleep(rng.expovariate(rate))
+            after = rng.uniform(0, 0.002) if rng.random() < 0.1 else None
+            leaves = READS_TO_END if after is None else ClientBehaviour("waiting", after)
+            async with Client(self.url) as client:
+                response = await client.send(EMBEDDINGS, EMBEDDED, behaviour=leaves)
+            self.sent += 1
+            self.clients_left += response.left
+            if response.status != 200 and not response.left:
+                self.failures.append(f"{response.status} {response.broke}")
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One sample of the gateway's process."""
-
     seconds: float
-    rss: int
+    rss_mb: float
+    text_mb: float  # text in the transcripts, which the gateway keeps to resume streams elsewhere
     descriptors: int
-    streams: int
-    text: int
-    """Bytes of text in the transcripts, which the gateway keeps to resume streams elsewhere."""
-    p50: float
-    p99: float
-    """Delays of the events since the last sample, in milliseconds."""
+    p50_ms: float
+    p99_ms: float  # delays of the events since the last sample
     waited: float
     """Seconds since then in which the gateway was runnable and other work had its core."""
 
     @property
-    def rss_beyond_text(self) -> int:
-        """Resident bytes without those of the text."""
-        return self.rss - self.text
+    def beyond_text(self) -> float:
+        return self.rss_mb - self.text_mb
 
 
 @dataclass(slots=True)
 class Soak:
-    """One soak: its options and its measurements."""
-
     options: argparse.Namespace
-    tally: ClientTotals = field(default_factory=ClientTotals)
     samples: list[Sample] = field(default_factory=list)
-    all_delays: Delays = field(default_factory=Delays)
-    delays_without_gateway: Delays = field(default_factory=Delays)
-    rss_before: int = 0
-    """Resident bytes before the first stream."""
-    tokens: int = 0
+    delays: Delays = field(default_factory=Delays)
+    alone: Delays = field(default_factory=Delays)  # delays without the gateway
+    rss_before_mb: float = 0.0
 
     async def run(self) -> int:
         options = self.options
         tokens = int(options.stream_seconds * options.rate)
         script = Script(tokens, 1 / options.rate, stamped=True)
         async with Upstream(NODES, SLOTS, script) as upstream:
-            await self._measure_without_gateway(("127.0.0.1", upstream.ports[0]))
+            direct = "127.0.0.1", upstream.ports[0]
+            ramp = max(1.0, options.streams / 500)
+            async with streams(direct, options.streams, tokens, ramp) as running_ones:
+                running_ones.take()
+                await asyncio.sleep(options.alone)
+                self.alone, _ = running_ones.take()
             with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-                async with running(
-                    TARGETS["gateway"], Path(folder), upstream.ports, CORE
-                ) as gateway:
+                target = TARGETS["gateway"]
+                async with running(target, Path(folder), upstream.ports, CORE) as gateway:
                     process = psutil.Process(known(gateway.pid))
-                    await self._measure_through_gateway(gateway.address, process)
-        return self._report()
+                    short = ShortRequests("http://{}:{}".format(*gateway.address))
+                    load = await self._measure(gateway.address, process, tokens, short)
+        return self._report(load, short)
 
-    async def _measure_without_gateway(self, address: Address) -> None:
-        """Measure the same streams without the gateway for `--alone` seconds."""
-        tally = ClientTotals(delays=self.delays_without_gateway)
-        number = self.options.streams
-        async with streams(address, tally, number, max(1.0, number / 500)):
-            self.delays_without_gateway = tally.delays = Delays()
-            await asyncio.sleep(self.options.alone)
-
-    async def _measure_through_gateway(self, address: Address, process: psutil.Process) -> None:
-        options, tally = self.options, self.tally
+    async def _measure(
+        self, address: Address, process: psutil.Process, tokens: int, short: ShortRequests
+    ) -> Load:
+        options = self.options
         await asyncio.sleep(1.0)
-        short = asyncio.create_task(short_requests(address, tally, options.short))
+        asking = asyncio.create_task(short.run(options.short))
         await asyncio.sleep(5.0)
-        self.rss_before = process.memory_info().rss
+        self.rss_before_mb = process.memory_info().rss / 1e6
         ramp = max(1.0, options.streams / 300)
-        async with streams(address, tally, options.streams, ramp) as clients:
-            tally.delays = Delays()
-            began = time.monotonic()
-            waited = waited_seconds(process.pid)
-            seconds = 0.0
+        async with streams(address, options.streams, tokens, ramp) as running_ones:
+            running_ones.take()
+            began, waited, seconds = time.monotonic(), waited_seconds(process.pid), 0.0
             while seconds < options.minutes * 60:
                 await asyncio.sleep(options.every)
                 seconds = time.monotonic() - began
-                delays, tally.delays = tally.delays, Delays()
-                self.all_delays.add(delays)
-                waited_now = waited_seconds(process.pid)
+                delays, written = running_ones.take()
+                self.delays.update(delays)
+                before, waited = waited, waited_seconds(process.pid)
+                rss, text = process.memory_info().rss / 1e6, TOKEN_BYTES * written / 1e6
+                p50, p99 = delays.quantile(0.5), delays.quantile(0.99)
                 self.samples.append(
-                    Sample(
-                        seconds,
-                        process.memory_info().rss,
-                        process.num_fds(),
-                        tally.streams,
-                        TOKEN_BYTES * sum(client.tokens for client in clients),
-                        delays.quantile(0.5),
-                        delays.quantile(0.99),
-                        waited_now - waited,
-                    )
+                    Sample(seconds, rss, text, process.num_fds(), p50, p99, waited - before)
                 )
-                waited = waited_now
-                self.tokens = tally.tokens + sum(client.tokens for client in clients)
-                if short.done():
-                    short.result()
-        short.cancel()
-        await asyncio.gather(short, return_exceptions=True)
+                if asking.done():
+                    asking.result()
+        asking.cancel()
+        with suppress(asyncio.CancelledError):
+            await asking
+        return running_ones.load
 
-    def _report(self) -> int:
-        options, tally, samples = self.options, self.tally, self.samples
-        rss = trend([(s.seconds, s.rss_beyond_text / 1e6) for s in samples])
+    def _report(self, load: Load, short: ShortRequests) -> int:
+        options, samples, outcome = self.options, self.samples, load.outcome
+        rss = trend([(s.seconds, s.beyond_text) for s in samples])
         descriptors = trend([(s.seconds, s.descriptors) for s in samples])
-        delay = trend([(s.seconds, s.p99) for s in samples])
-        seconds, last = options.minutes * 60, samples[-1]
-        longest = max(samples, key=lambda s: s.text)
-        most_beyond_text = max(s.rss_beyond_text for s in samples) - self.rss_before
+        delay = trend([(s.seconds, s.p99_ms) for s in samples])
+
+        def kb_a_stream(mb: float) -> float:
+            return round(1000 * mb / int(options.streams), 1)
+
+        longest = max(samples, key=lambda s: s.text_mb)
+        beyond = max(s.beyond_text for s in samples)
         figures = {
             "minutes": options.minutes,
             "streams": options.streams,
-            "tokens": self.tokens,
-            "streams_ended": tally.ended,
-            "short_requests": tally.short,
-            "clients_that_left": tally.clients_left,
-            "failures": len(tally.failures),
-            "rss_before_mb": round(self.rss_before / 1e6, 1),
-            "rss_after_mb": round(last.rss / 1e6, 1),
-            "most_kb_of_text_per_stream": round(longest.text / options.streams / 1e3, 1),
-            "kb_per_stream_then": round((longest.rss - self.rss_before) / options.streams / 1e3, 1),
-            "most_kb_per_stream_beyond_text": round(most_beyond_text / options.streams / 1e3, 1),
+            "tokens": self.delays.total(),
+            "streams_ended": outcome.completed,
+            "short_requests": short.sent,
+            "clients_that_left": short.clients_left,
+            "failures": outcome.errors + len(short.failures),
+            "rss_before_mb": round(self.rss_before_mb, 1),
+            "rss_after_mb": round(samples[-1].rss_mb, 1),
+            "most_kb_of_text_per_stream": kb_a_stream(longest.text_mb),
+            "kb_per_stream_then": kb_a_stream(longest.rss_mb - self.rss_before_mb),
+            "most_kb_per_stream_beyond_text": kb_a_stream(beyond - self.rss_before_mb),
             "rss_mb_per_hour_beyond_it": round(rss.slope * 3600, 2),
             "descriptors_per_hour": round(descriptors.slope * 3600, 2),
             "p99_ms_per_hour": round(delay.slope * 3600, 2),
-            "delay_p50_ms": self.all_delays.quantile(0.5),
-            "delay_p99_ms": self.all_delays.quantile(0.99),
-            "delay_p99_ms_without_gateway": self.delays_without_gateway.quantile(0.99),
-            "others_had_its_core": round(sum(s.waited for s in samples) / seconds, 3),
+            "delay_p50_ms": self.delays.quantile(0.5),
+            "delay_p99_ms": self.delays.quantile(0.99),
+            "delay_p99_ms_without_gateway": self.alone.quantile(0.99),
+            "others_had_its_core": round(sum(s.waited for s in samples) / options.minutes / 60, 3),
         }
         print(json.dumps(figures, indent=2))
-        verdicts = {"memory beyond the text": rss, "descriptors": descriptors, "delay": delay}
-        for label, measured in verdicts.items():
-            print(f"{label}: {measured}")
+        print(f"memory beyond the text: {rss}\ndescriptors: {descriptors}\ndelay: {delay}")
         if options.plot is not None:
-            from tests.chaos.soak_plot import draw_soak
-
-            draw_soak(options.plot, [_row(s) for s in samples], f"{options.streams} streams")
-        for failure in tally.failures[:5]:
+            self._draw(options.plot)
+        for failure in filter(None, (outcome.first_error, *short.failures[:5])):
             print(f"FAILED: {failure}")
-        flat = _is_flat(rss, descriptors)
+        # The delay depends on other work on the machine.
+        flat = rss.is_flat(share=0.02, least=2.0) and descriptors.is_flat(share=0.02, least=8.0)
         print("flat" if flat else "NOT FLAT")
-        return 0 if flat and not tally.failures else 1
+        return 0 if flat and not figures["failures"] else 1
 
+    def _draw(self, path: Path) -> None:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
 
-def _is_flat(rss: Trend, descriptors: Trend) -> bool:
-    """Whether memory and descriptors are flat; the delay depends on other work on the machine."""
-    return rss.is_flat(share=0.02, least=2.0) and descriptors.is_flat(share=0.02, least=8.0)
-
-
-def _row(sample: Sample) -> dict[str, float]:
-    return {
-        "seconds": sample.seconds,
-        "rss_mb": sample.rss / 1e6,
-        "text_mb": sample.text / 1e6,
-        "descriptors": sample.descriptors,
-        "streams": sample.streams,
-        "p50_ms": sample.p50,
-        "p99_ms": sample.p99,
-        "waited": sample.waited,
-    }
-
-
-def _options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos.soak", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=60.0, help="length of the soak")
-    parser.add_argument("--streams", type=int, default=200, help="concurrent streams")
-    parser.add_argument("--rate", type=float, default=10.0, help="tokens/s of each stream")
-    parser.add_argument("--stream-seconds", type=float, default=60.0, help="seconds of each stream")
-    parser.add_argument("--short", type=float, default=5.0, help="short requests per second")
-    parser.add_argument("--every", type=float, default=5.0, help="seconds between samples")
-    parser.add_argument(
-        "--alone", type=float, default=15.0, help="seconds of measurement without the gateway"
-    )
-    parser.add_argument("--plot", type=Path, help="write a plot to this file (extra: plots)")
-    return parser
+        figure = Figure(figsize=(9, 6), dpi=100, layout="constrained")
+        FigureCanvasAgg(figure)
+        minutes = [sample.seconds / 60 for sample in self.samples]
+        panels = figure.subplots(len(PANELS), 1, sharex=True)
+        for axes, (label, names) in zip(panels, PANELS, strict=True):
+            for name in names:
+                values = [getattr(sample, name) for sample in self.samples]
+                axes.plot(minutes, values, label=name, linewidth=1.2)
+            axes.set_ylabel(label, fontsize=8)
+            axes.set_ylim(bottom=0)
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize=7)
+        panels[-1].set_xlabel("minutes")
+        figure.suptitle(f"{self.options.streams} streams", fontsize=9)
+        figure.savefig(path)
 
 
 def main() -> int:
     """Run the soak. Exit status 1 when a figure was not flat or a request failed."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(Soak(_options().parse_args()).run())
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.soak", description=__doc__)
+    add = parser.add_argument
+    add("--minutes", type=float, default=60.0, help="length of the soak")
+    add("--streams", type=int, default=200, help="concurrent streams")
+    add("--rate", type=float, default=10.0, help="tokens/s of each stream")
+    add("--stream-seconds", type=float, default=60.0, help="seconds of each stream")
+    add("--short", type=float, default=5.0, help="short requests per second")
+    add("--every", type=float, default=5.0, help="seconds between samples")
+    add("--alone", type=float, default=15.0, help="seconds of measurement without the gateway")
+    add("--plot", type=Path, help="write a plot to this file (extra: plots)")
+    return uvloop.run(Soak(parser.parse_args()).run())
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ async def test_whatever_happens_each_request_has_one_honest_end_and_nothing_is_l
 ) -> None:
     async with running_testbed(servers=1, prompts=3) as testbed:
         for seed in SEEDS:
-            print(f"seed {seed}: python -m tests.chaos --runs 1 --seconds {SECONDS} --seed {seed}")
             report = await run_seed(
                 testbed, seed, SECONDS, process_faults=False, keep=tmp_path, min_whole=21
             )

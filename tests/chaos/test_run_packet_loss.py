@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.gateway_process import GatewayProcess
+from tests.chaos.gateway_worker import GatewayProcess
 from tests.chaos.nodes import EmulatorProcess
 from tests.chaos.run import CHECKS, EMULATORS, PROBES, ChaosTestbed, run_seed
 
@@ -87,13 +87,11 @@ async def distant_testbed(network: Namespace) -> AsyncIterator[ChaosTestbed]:
     """A testbed whose nodes all run in the namespace."""
     async with AsyncExitStack() as stack:
         gateway = await stack.enter_async_context(GatewayProcess())
-        emulators = []
-        for number in range(EMULATORS):
-            prefix = ("ip", "netns", "exec", network.name)
-            emulator = await EmulatorProcess.start(f"words-{number}", network.host, prefix)
-            stack.callback(emulator.close)
-            emulators.append(emulator)
-        yield ChaosTestbed(gateway, emulators, [], [])
+        prefix = ("ip", "netns", "exec", network.name)
+        nodes = [EmulatorProcess(f"words-{n}", network.host, prefix) for n in range(EMULATORS)]
+        for node in nodes:
+            await stack.enter_async_context(node)
+        yield ChaosTestbed(gateway, nodes)
 
 
 async def vary_packet_loss(network: Namespace, rng: random.Random, seconds: float) -> None:

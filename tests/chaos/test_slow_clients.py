@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.chaos.slow_clients import SlowClients, options_parser
+from tests.chaos.slow_clients import SlowClients, options_of
 
 SMALL = [
     *("--clients", "300", "--addresses", "20", "--connections", "400", "--minutes", "0.4"),
@@ -15,15 +15,11 @@ SMALL = [
 
 @pytest.mark.slow
 async def test_healthy_clients_lose_nothing_beside_slow_ones() -> None:
-    run = SlowClients(options_parser().parse_args(SMALL))
+    run = SlowClients(options_of(SMALL))
     await run.run()
     assert not run.alone.lost
     assert not run.beside.lost
     assert len(run.beside.delays) > 50
     assert max(sample.slow for sample in run.samples) > 150
-    statuses = run.crowd["statuses"]
-    assert isinstance(statuses, dict)
-    assert {"head 408", "read 200"} <= set(statuses)
-    assert run.before is not None
-    assert run.after is not None
-    assert run.after.descriptors <= run.before.descriptors + 50
+    assert {"head 408", "read 200"} <= set(run.crowd.statuses)
+    assert run.samples[-1].descriptors <= run.samples[0].descriptors + 50

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,37 +15,23 @@ class Trend:
     slope: float
     """Growth of the value in a second: the Theil-Sen estimator, which ignores single spikes."""
     median: float
-    seconds: float
-    """Time that the line spans."""
-
-    @property
-    def growth(self) -> float:
-        """Growth of the value over the whole line."""
-        return self.slope * self.seconds
+    seconds: float  # time that the line spans
 
     def is_flat(self, *, share: float, least: float) -> bool:
         """Whether it grows by at most `share` of its median, or by at most `least`."""
-        return self.growth <= max(share * self.median, least)
+        return self.slope * self.seconds <= max(share * self.median, least)
 
     def __str__(self) -> str:
-        return f"{self.median:.1f}, grown by {self.growth:+.2f} in the last {self.seconds:.0f} s"
+        growth = self.slope * self.seconds
+        return f"{self.median:.1f}, grown by {growth:+.2f} in the last {self.seconds:.0f} s"
 
 
-def trend(samples: Sequence[tuple[float, float]], warm: float = 0.5) -> Trend:
-    """The trend of all samples but the first `warm` share. ValueError for fewer than four."""
-    settled = samples[int(len(samples) * warm) :]
+def trend(samples: Sequence[tuple[float, float]]) -> Trend:
+    """The trend of the second half of the samples. ValueError for fewer than three."""
+    settled = samples[len(samples) // 2 :]
     if len(settled) < 2:
         raise ValueError(f"{len(samples)} samples are too few for a trend")
-    step = max(1, len(settled) // 300)
-    thin = settled[::step]
-    slopes = [
-        (b - a) / (t - s)
-        for number, (s, a) in enumerate(thin)
-        for t, b in thin[number + 1 :]
-        if t > s
-    ]
-    return Trend(
-        statistics.median(slopes),
-        statistics.median(value for _, value in settled),
-        settled[-1][0] - settled[0][0],
-    )
+    thin = settled[:: max(1, len(settled) // 300)]
+    slopes = [(b - a) / (t - s) for (s, a), (t, b) in combinations(thin, 2) if t > s]
+    median = statistics.median(value for _, value in settled)
+    return Trend(statistics.median(slopes), median, settled[-1][0] - settled[0][0])

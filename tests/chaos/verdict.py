@@ -13,7 +13,6 @@ from tests.chaos.response_reader import (
     error_of,
     read_plain,
     read_stream,
-    read_vector,
 )
 from tests.chaos.workload import WorkloadRequest
 
@@ -23,8 +22,7 @@ ALLOWED_REASONS = {
     502: {"node_failed"},
     503: {"no_node", "queue_timeout", "starting"},
     504: {"node_timeout"},
-}
-"""Statuses that faults around the gateway may cause, with their `X-Gateway-Reason`."""
+}  # statuses that faults around the gateway may cause, with their `X-Gateway-Reason`
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +33,7 @@ class Verdict:
     """`whole`, `left`, `broke` (before the first byte), `cut`, `splice` (other text after a
     resume), `corrupt`, `error <status>` or `event <code>`."""
     problem: str | None = None
-    status: int = 0
-    """The status that the gateway should have recorded; 0: not known."""
+    status: int = 0  # the status that the gateway should have recorded; 0: not known
 
 
 def judge(request: WorkloadRequest, response: ReceivedResponse) -> Verdict:
@@ -50,24 +47,23 @@ def judge(request: WorkloadRequest, response: ReceivedResponse) -> Verdict:
 
 
 def _judge(request: WorkloadRequest, response: ReceivedResponse) -> Verdict:
+    data = bytes(response.body)
     if response.left:
         if response.status == 200 and request.stream and not request.real:
-            problem = _text_problem(request, read_stream(request.path, bytes(response.body)))
-            return Verdict("left", problem)
+            return Verdict("left", _text_problem(request, read_stream(request.path, data)))
         return Verdict("left")
     if response.broke is not None or not response.complete:
         outcome = "cut" if response.status else "broke"
         return Verdict(outcome, f"the connection ended: {response.broke}")
     if response.status != 200:
-        return _judge_error(request, response)
+        return _judge_error(response)
     if request.vector:
-        vector = read_vector(bytes(response.body))
+        vector = json.loads(data)["data"][0]["embedding"]
         same = len(vector) == len(request.vector) and all(map(math.isclose, vector, request.vector))
         return Verdict("whole", None if same else "another vector", 200)
     kind = response.headers.get("content-type", "")
     if kind.startswith("text/event-stream") is not request.stream:
         return Verdict("corrupt", f"content type {kind}")
-    data = bytes(response.body)
     parsed = read_stream(request.path, data) if request.stream else read_plain(request.path, data)
     if parsed.error is not None:
         if parsed.ends:
@@ -78,13 +74,13 @@ def _judge(request: WorkloadRequest, response: ReceivedResponse) -> Verdict:
         return Verdict("corrupt", f"ended without an end event or an error: {data[-120:]!r}")
     if parsed.text != request.text:
         outcome = "splice" if request.real else "corrupt"
-        return Verdict(outcome, f"another text: {_difference(request.text, parsed.text)}", 200)
+        return Verdict(outcome, _difference(request.text, parsed.text), 200)
     if parsed.completion_tokens not in {None, request.tokens}:
         return Verdict("whole", f"{parsed.completion_tokens} of {request.tokens} tokens", 200)
     return Verdict("whole", None, 200)
 
 
-def _judge_error(request: WorkloadRequest, response: ReceivedResponse) -> Verdict:
+def _judge_error(response: ReceivedResponse) -> Verdict:
     outcome = f"error {response.status}"
     error = error_of(json.loads(response.body))
     reason = response.headers.get("x-gateway-reason", "node_error")
@@ -96,17 +92,15 @@ def _judge_error(request: WorkloadRequest, response: ReceivedResponse) -> Verdic
 
 
 def _text_problem(request: WorkloadRequest, parsed: ParsedResponse) -> str | None:
-    if request.text.startswith(parsed.text):
+    # Another server may have resumed a real one's: there, complete answers are compared.
+    if request.real or request.text.startswith(parsed.text):
         return None
-    if request.real:
-        return None  # another server may have resumed it; complete answers are compared
-    return f"another text: {_difference(request.text, parsed.text)}"
+    return _difference(request.text, parsed.text)
 
 
 def _difference(expected: str, received: str) -> str:
     at = next((i for i, (a, b) in enumerate(zip(expected, received, strict=False)) if a != b), None)
     at = min(len(expected), len(received)) if at is None else at
-    return (
-        f"at {at} of {len(expected)} ({len(received)} received): "
-        f"{expected[max(0, at - 10) : at + 20]!r}, not {received[max(0, at - 10) : at + 20]!r}"
-    )
+    around = slice(max(0, at - 10), at + 20)
+    lengths = f"{at} of {len(expected)} ({len(received)} received)"
+    return f"another text at {lengths}: {expected[around]!r}, not {received[around]!r}"

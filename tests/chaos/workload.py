@@ -10,36 +10,28 @@ from typing import Any
 from tests.emulator import expected_chat_text, expected_embedding, expected_text
 from tests.emulator.language_model import WORDS
 
-EMULATED_MODEL = "words"
-REAL_MODEL = "demo"
-
+EMULATED_MODEL, REAL_MODEL = "words", "demo"
 MAX_TOKENS_FIELDS: dict[str, str] = {
     "/v1/chat/completions": "max_tokens",
     "/v1/completions": "max_tokens",
     "/v1/messages": "max_tokens",
     "/v1/responses": "max_output_tokens",
     "/completion": "n_predict",
-}
-"""Generating paths, each with the field that limits the answer's tokens."""
-EMBEDDINGS = "/v1/embeddings"
-
-_REAL_PROMPTS = (
-    "hello there",
-    "what is a river",
-    "tell me of the stones in the water and of the wind",
-    "count the words that follow this",
-    "the quick brown fox jumps over the lazy dog, and then again it does",
-)
+}  # generating paths, each with the field that limits the answer's tokens
+REAL_PROMPTS = (
+    ("hello there", 20),
+    ("what is a river", 60),
+    ("tell me of the stones in the water and of the wind", 150),
+    ("count the words that follow this", 300),
+    ("the quick brown fox jumps over the lazy dog, and then again it does", 500),
+)  # prompts for real servers, and the tokens of their answers
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadRequest:
-    """One request and its expected answer."""
-
     path: str
     body: dict[str, Any]
-    text: str
-    """Text of the complete answer; empty for an embedding."""
+    text: str  # text of the complete answer; empty for an embedding
     tokens: int = 0
     vector: tuple[float, ...] = ()
     real: bool = False
@@ -54,33 +46,23 @@ def emulated_request(rng: random.Random, *, seed: str) -> WorkloadRequest:
     words = " ".join(rng.choices(WORDS, k=rng.choice((2, 5, 20, 60))))
     prompt = f"{seed} {rng.getrandbits(32):x} {words}"
     if rng.random() < 0.1:
-        vector = tuple(expected_embedding(prompt))
-        return WorkloadRequest(
-            EMBEDDINGS, {"model": EMULATED_MODEL, "input": prompt}, "", vector=vector
-        )
+        body = {"model": EMULATED_MODEL, "input": prompt}
+        return WorkloadRequest("/v1/embeddings", body, "", vector=tuple(expected_embedding(prompt)))
     path = rng.choice(list(MAX_TOKENS_FIELDS))
     tokens = rng.choice((1, 3, 10, 30, 60, 120))
     body = _body(path, prompt, tokens, rng) | {"model": EMULATED_MODEL}
-    if "messages" in body or "input" in body:
-        text = expected_chat_text([{"role": "user", "content": prompt}], tokens)
-    else:
-        text = expected_text(prompt, tokens)
+    chat = [{"role": "user", "content": prompt}]
+    raw = "prompt" in body
+    text = expected_text(prompt, tokens) if raw else expected_chat_text(chat, tokens)
     return WorkloadRequest(path, body, text, tokens)
 
 
-REAL_PROMPT_COUNT = len(_REAL_PROMPTS)
-
-
-def real_request_bodies(prompts: int = REAL_PROMPT_COUNT) -> list[tuple[str, dict[str, Any], int]]:
-    """Path, body and answer tokens of every request to real servers: greedy, without cache.
-
-    Later prompts have longer answers.
-    """
+def real_request_bodies(prompts: int) -> list[tuple[str, dict[str, Any], int]]:
+    """Path, body and answer tokens of every request to real servers: greedy, without cache."""
     rng = random.Random(4)
     requests = []
     for path in MAX_TOKENS_FIELDS:
-        for number, prompt in enumerate(_REAL_PROMPTS[:prompts]):
-            tokens = (20, 60, 150, 300, 500)[number]
+        for prompt, tokens in REAL_PROMPTS[:prompts]:
             body = _body(path, prompt, tokens, rng)
             body.pop("stream", None)
             body.pop("stream_options", None)

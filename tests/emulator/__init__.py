@@ -17,7 +17,7 @@ tests.emulator` runs a node as a process of its own, whose faults are switched b
 
 A request passes `connection.py` (HTTP), `node.py` (routes), `request_body.py`, `slots.py` with
 `prompt_cache.py`, and `generation.py` with `compute.py` (speeds), `language_model.py` (text) and
-`apis/` (the form of the answer), which writes it by `response.py` or, with a fault,
+`apis.py` (the form of the answer), which writes it by `response.py` or, with a fault,
 `faulty_response.py`.
 """
 
@@ -28,9 +28,4 @@ from tests.emulator.language_model import expected_text
 from tests.emulator.node import EmulatedNode
 from tests.emulator.request_body import expected_chat_text
 
-__all__ = [
-    "EmulatedNode",
-    "expected_chat_text",
-    "expected_embedding",
-    "expected_text",
-]
+__all__ = ["EmulatedNode", "expected_chat_text", "expected_embedding", "expected_text"]

@@ -24,27 +24,21 @@ _PR_SET_PDEATHSIG = 1
 
 def _options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.emulator", description=__doc__)
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--slots", type=int, default=2)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--prefill-tps", type=float, default=inf, help="prompt tokens/s")
-    parser.add_argument("--decode-tps", type=float, default=inf, help="tokens/s of one slot")
-    parser.add_argument(
-        "--answer-tokens", type=int, default=32, help="length of the model's own answers"
-    )
-    parser.add_argument("--prefill-stalls", action="store_true", help="slots share one CPU")
-    parser.add_argument(
-        "--decode-step",
-        type=float,
-        default=0.0,
-        help="seconds that each further busy slot adds to a token",
-    )
-    parser.add_argument("--cache-ram", type=int, help="tokens of evicted prompts in host memory")
-    parser.add_argument("--ping-interval", type=float, default=30.0, help="seconds")
-    parser.add_argument("--embeddings", action="store_true")
-    parser.add_argument("--rerank", action="store_true")
-    parser.add_argument("--infill", action="store_true")
+    add = parser.add_argument
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=0)
+    add("--slots", type=int, default=2)
+    add("--model", default="demo")
+    add("--prefill-tps", type=float, default=inf, help="prompt tokens/s")
+    add("--decode-tps", type=float, default=inf, help="tokens/s of one slot")
+    add("--answer-tokens", type=int, default=32, help="length of the model's own answers")
+    add("--prefill-stalls", action="store_true", help="slots share one CPU")
+    step = "seconds that each further busy slot adds to a token"
+    add("--decode-step", type=float, default=0.0, help=step)
+    add("--cache-ram", type=int, help="tokens of evicted prompts in host memory")
+    add("--ping-interval", type=float, default=30.0, help="seconds")
+    for kind in ("embeddings", "rerank", "infill"):
+        add(f"--{kind}", action="store_true")
     return parser
 
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 
 async def serve_commands(node: EmulatedNode) -> str:
-    """Execute commands for this node from now on; returns where."""
-
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         answer = {}
         with contextlib.suppress(OSError):
@@ -45,22 +43,12 @@ async def send_command(where: str, **command: Any) -> dict[str, str]:
 
 
 async def _execute(node: EmulatedNode, command: dict[str, Any]) -> None:
-    match command.pop("do"):
-        case "next":
-            node.faults.next(**command)
-        case "set":
-            node.faults.set(**command)
-        case "clear":
-            node.faults.clear()
-        case "refuse":
-            await node.refuse()
-        case "accept":
-            await node.accept()
-        case "kill":
-            await node.kill()
-        case "revive":
-            await node.revive(**command)
-        case "loading":
-            node.loading = bool(command["on"])
-        case other:
-            raise ValueError(f"no command {other!r}")
+    do = command.pop("do")
+    if do in {"next", "set", "clear"}:
+        getattr(node.faults, do)(**command)
+    elif do in {"refuse", "accept", "kill", "revive"}:
+        await getattr(node, do)(**command)
+    elif do == "loading":
+        node.loading = bool(command["on"])
+    else:
+        raise ValueError(f"no command {do!r}")

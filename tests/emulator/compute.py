@@ -31,7 +31,7 @@ class _BatchShare:
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Compute:
     """One node's computation. Speeds in tokens/s, `step` in seconds."""
 
@@ -63,7 +63,6 @@ class Compute:
 
     @contextmanager
     def writing(self, width: int) -> Iterator[BatchWriter]:
-        """Decode `width` answers at once."""
         share = _BatchShare(width=width)
         self._writing.append(share)
         try:
@@ -72,7 +71,6 @@ class Compute:
             self._writing.remove(share)
 
     def close(self) -> None:
-        """Cancel the current batch."""
         if self._task is not None:
             self._task.cancel()
             self._task = None
@@ -105,7 +103,6 @@ class Compute:
             await asyncio.sleep(0)  # lets requests that are done leave or go on to decode
 
     def _prompt_tokens_of_batch(self, room: int, now: float) -> dict[_BatchShare, int]:
-        """The prompt tokens of the next batch, by request."""
         taken = {}
         for share in self._reading:
             taken[share] = min(room, share.left)
@@ -125,13 +122,9 @@ class BatchWriter:
     share: _BatchShare
     run: Callable[[], None]
 
-    def set_width(self, width: int) -> None:
-        """Set the number of answers that go on."""
-        self.share.width = width
-
-    async def next(self) -> None:
-        """Wait for the batch that brings the next token of each."""
-        self.share.asked = True
+    async def next(self, width: int) -> None:
+        """Wait for the batch that brings the next token of each of the answers that go on."""
+        self.share.width, self.share.asked = width, True
         self.run()
         await self.share.wake.wait()
         self.share.wake.clear()

@@ -6,12 +6,13 @@ import asyncio
 import socket
 import struct
 from collections import deque
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import httptools
 
 if TYPE_CHECKING:
+    from tests.emulator.node import EmulatedNode
     from tests.emulator.response import Response
 
 _BODY_LIMIT = 64 << 20  # bytes
@@ -34,34 +35,17 @@ class ReceivedRequest:
     keep_alive: bool
 
 
-@dataclass(slots=True)
-class _Incoming:
-    url: bytes = b""
-    headers: dict[str, str] = field(default_factory=dict)
-    body: bytearray = field(default_factory=bytearray)
-
-
-class ConnectionOwner(Protocol):
-    """The node: it counts its connections and handles their requests."""
-
-    keepalive_seconds: float
-
-    def connection_opened(self, connection: Connection) -> None: ...
-    def connection_closed(self, connection: Connection) -> None: ...
-    def handle(self, connection: Connection, request: ReceivedRequest) -> None: ...
-
-
 class Connection(asyncio.Protocol):
     """Reads requests one after the other; `host.handle` answers each, then calls `finished`."""
 
-    def __init__(self, host: ConnectionOwner) -> None:
+    def __init__(self, host: EmulatedNode) -> None:
         self.host = host
         self.served = 0  # requests begun
         self.gone = False
         self.response: Response | None = None
         self.task: asyncio.Task[None] | None = None
         self._transport: asyncio.Transport
-        self._incoming = _Incoming()
+        self._url, self._headers, self._body = b"", dict[str, str](), bytearray()
         self._parser = httptools.HttpRequestParser(self)
         self._waiting: deque[ReceivedRequest] = deque()
         self._writable: asyncio.Event | None = None
@@ -71,7 +55,8 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's class is no subclass
-        self.host.connection_opened(self)
+        self.host.open_connections.add(self)
+        self.host.connections_opened += 1
         self._start_idle_timer()
 
     def data_received(self, data: bytes) -> None:
@@ -85,7 +70,7 @@ class Connection(asyncio.Protocol):
         self.gone = True
         self._stop_idle_timer()
         self._resume()
-        self.host.connection_closed(self)
+        self.host.open_connections.discard(self)
         if self.task is not None and self.response is not None and self.response.interruptible:
             self.task.cancel()
 
@@ -99,33 +84,32 @@ class Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._stop_idle_timer()
-        self._incoming = _Incoming()
+        self._url, self._headers, self._body = b"", {}, bytearray()
 
     def on_url(self, url: bytes) -> None:
-        self._incoming.url += url
+        self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._incoming.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
-        if self._incoming.headers.get("expect", "").lower() == "100-continue":
+        if self._headers.get("expect", "").lower() == "100-continue":
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:
-        self._incoming.body += body
-        if len(self._incoming.body) > _BODY_LIMIT:
+        self._body += body
+        if len(self._body) > _BODY_LIMIT:
             self.close()
 
     def on_message_complete(self) -> None:
-        incoming = self._incoming
-        path, _, query = incoming.url.decode("latin-1").partition("?")
+        path, _, query = self._url.decode("latin-1").partition("?")
         self._waiting.append(
             ReceivedRequest(
                 method=self._parser.get_method().decode("latin-1"),
                 path=path,
                 query=query,
-                headers=incoming.headers,
-                body=bytes(incoming.body),
+                headers=self._headers,
+                body=bytes(self._body),
                 reused=self.served + len(self._waiting) > 0,
                 keep_alive=self._parser.should_keep_alive(),
             )
@@ -152,7 +136,6 @@ class Connection(asyncio.Protocol):
         self._transport.abort()
 
     def finished(self, response: Response) -> None:
-        """The response has been written, or has failed."""
         self.task = self.response = None
         if response.closing:
             self.close()

@@ -17,7 +17,6 @@ EMBEDDING_SIZE = 16
 
 
 def expected_embedding(text: str) -> list[float]:
-    """The embedding of a text: a unit vector."""
     numbers = random.Random(crc32(text.encode(errors="replace")))
     vector = [numbers.uniform(-1, 1) for _ in range(EMBEDDING_SIZE)]
     norm = math.sqrt(sum(x * x for x in vector))
@@ -40,14 +39,13 @@ async def embeddings(
     vectors = [expected_embedding(text) for text in texts]
     if native:
         return [{"index": i, "embedding": [vector]} for i, vector in enumerate(vectors)]
-    packed = body.get("encoding_format") == "base64"
-    rows: list[dict[str, Any]] = []
-    for i, vector in enumerate(vectors):
-        row: dict[str, Any] = {"embedding": vector, "index": i, "object": "embedding"}
-        if packed:
-            raw = struct.pack(f"<{EMBEDDING_SIZE}f", *vector)
+    rows: list[dict[str, Any]] = [
+        {"embedding": vector, "index": i, "object": "embedding"} for i, vector in enumerate(vectors)
+    ]
+    if body.get("encoding_format") == "base64":
+        for row in rows:
+            raw = struct.pack(f"<{EMBEDDING_SIZE}f", *row["embedding"])
             row |= {"embedding": base64.b64encode(raw).decode(), "encoding_format": "base64"}
-        rows.append(row)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return {"model": engine.model, "object": "list", "usage": usage, "data": rows}
 
@@ -72,12 +70,9 @@ async def rerank(engine: Engine, body: dict[str, Any]) -> dict[str, Any]:
 async def _read(engine: Engine, texts: list[str]) -> int:
     counts = [count_tokens(text) for text in texts]
     if max(counts) > engine.context:
-        raise RefusedError(
-            500,
-            "server_error",
-            f"input ({max(counts)} tokens) is too large to process. increase the physical "
-            f"batch size (current batch size: {engine.context})",
-        )
+        size = f"(current batch size: {engine.context})"
+        message = f"input ({max(counts)} tokens) is too large to process. increase the physical"
+        raise RefusedError(500, "server_error", f"{message} batch size {size}")
     for count in counts:
         await engine.read_only(count)
     return sum(counts)

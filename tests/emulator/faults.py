@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,9 +78,8 @@ class Fault:
     """One fault. `POINT_FAULTS` and `RESPONSE_FAULTS` say which values each kind reads."""
 
     kind: str
-    path: str | None = (
-        None  # None: all that need a slot; "control": all others; "*", or an exact path
-    )
+    path: str | None = None
+    """None: all that need a slot; "control": all others; "*", or an exact path."""
     reused: bool = False  # only for later requests of a connection
     tag: str | None = None  # only for requests with this `x-tag`
     after_events: int | None = None
@@ -124,7 +124,6 @@ class Fault:
 
 
 def read_fault(kind: str, **options: Any) -> Fault:
-    """A fault by its kind or preset. Raises ValueError for an unknown one."""
     options = PRESETS.get(kind, {"kind": kind}) | options
     if isinstance(options.get("data"), str):
         options["data"] = options["data"].encode()
@@ -143,8 +142,7 @@ class FaultPlan:
         self.fired = 0
         self.released = asyncio.Event()
         """Set by the next `release`. A response keeps the event of the time it was begun."""
-        self.hanging = 0
-        """Responses that wait for `release`."""
+        self.hanging = 0  # responses that wait for `release`
 
     def next(self, kind: str, n: int = 1, **options: Any) -> None:
         """Applies a fault to the next `n` requests that match."""
@@ -172,31 +170,21 @@ class FaultPlan:
     def take(
         self, path: str, *, control: bool, reused: bool, tag: str | None = None
     ) -> Fault | None:
-        fault = self._find(path, control=control, reused=reused, tag=tag)
-        if fault is not None:
-            self.fired += 1
-        return fault
-
-    def _find(self, path: str, *, control: bool, reused: bool, tag: str | None) -> Fault | None:
-        for i, fault in enumerate(self.upcoming):
+        for fault in (*self.upcoming, *self.standing):
             if fault.applies_to(path, control=control, reused=reused, tag=tag):
-                del self.upcoming[i]
+                if fault in self.upcoming:
+                    self.upcoming.remove(fault)
+                self.fired += 1
                 return fault
-        hits = (
-            fault
-            for fault in self.standing
-            if fault.applies_to(path, control=control, reused=reused, tag=tag)
-        )
-        return next(hits, None)
+        return None
 
     async def hang(self, released: asyncio.Event, seconds: float | None) -> None:
         """Waits until a response is released, at most `seconds`."""
         self.hanging += 1
         try:
-            async with asyncio.timeout(seconds):
-                await released.wait()
-        except TimeoutError:
-            return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await released.wait()
         finally:
             self.hanging -= 1
 

@@ -16,18 +16,8 @@ _STEP = 0.01  # seconds between pieces, unless the fault says otherwise
 
 
 class FaultyResponse(Response):
-    """Writes the response to one request, with its fault."""
-
-    def __init__(
-        self,
-        link: Connection,
-        fault: Fault,
-        faults: FaultPlan,
-        *,
-        closing: bool,
-        closes_streams: bool,
-    ) -> None:
-        super().__init__(link, closing=closing, head_only=False, closes_streams=closes_streams)
+    def __init__(self, link: Connection, fault: Fault, faults: FaultPlan, **how: bool) -> None:
+        super().__init__(link, **how)
         self.fault = fault
         self.faults = faults
         self.released = faults.released
@@ -39,9 +29,8 @@ class FaultyResponse(Response):
         """Do what the fault does before a slot is taken; whether it replaces the response."""
         fault = self.fault
         if fault.kind == "status":
-            await super().plain(
-                fault.status or 500, fault.error_body(), headers=_extra_headers(fault)
-            )
+            status = fault.status or 500
+            await super().plain(status, fault.error_body(), headers=_extra_headers(fault))
             return True
         if fault.kind == "garbage":
             self.connection.write(fault.data or GARBAGE)
@@ -162,10 +151,8 @@ class FaultyResponse(Response):
         raise ClientGoneError
 
     def _repetitions(self, event: bytes) -> int:
-        """How many times an event is sent."""
-        if self.fault.kind not in {"double_done", "no_done"} or not _is_last(event):
-            return 1
-        return 2 if self.fault.kind == "double_done" else 0
+        last = {"double_done": 2, "no_done": 0}.get(self.fault.kind, 1)
+        return last if _is_last(event) else 1
 
     def _reformat(self, event: bytes) -> bytes:
         if self.fault.kind == "crlf":
@@ -202,9 +189,8 @@ class FaultyResponse(Response):
 
     async def _write(self, data: bytes) -> None:
         if self.fault.kind in {"trickle", "split"}:
-            await self._write_slowly(
-                data, self.fault.size or (7 if self.fault.kind == "split" else 1)
-            )
+            size = 7 if self.fault.kind == "split" else 1
+            await self._write_slowly(data, self.fault.size or size)
         else:
             self.connection.write(data)
 
@@ -220,13 +206,11 @@ class FaultyResponse(Response):
 
 
 def _is_last(event: bytes) -> bool:
-    """Whether an event ends the answer, in any API."""
     ends = (b"data: [DONE]", b"event: message_stop", b"event: response.completed")
     return event.startswith(ends) or b'"stop":true,"model"' in event
 
 
 def _extra_headers(fault: Fault) -> dict[str, str]:
-    """Headers that the fault adds."""
     if fault.kind == "head_bomb":
         value = "b" * (fault.size or 20)
         return {f"X-Bomb-{i}": value for i in range(fault.count or 10_000)}

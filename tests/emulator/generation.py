@@ -9,9 +9,8 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 
-from tests.emulator.apis import APIS, Answer, Api, ResponseState
-from tests.emulator.apis.answer import data_event, to_json
-from tests.emulator.compute import BatchWriter, Compute
+from tests.emulator.apis import APIS, Answer, Api, ResponseState, data_event, to_json
+from tests.emulator.compute import Compute
 from tests.emulator.language_model import BEGIN_TOKEN, count_tokens, next_words, tokenize
 from tests.emulator.prompt_cache import TOKEN_BYTES, Tokens, pack
 from tests.emulator.request_body import GenerationRequest, RefusedError, open_answer_tokens
@@ -24,20 +23,6 @@ _POOL_FULL = "Context size has been exceeded."
 
 
 @dataclass(slots=True)
-class ActiveAnswer:
-    """One answer that is decoded in a slot."""
-
-    answer: Answer
-    slot: Slot
-    tokens: Tokens  # of the prompt; empty if nothing is cached
-    words: Iterator[str]
-    limit: int  # tokens that were requested, or that fit
-    natural_end: int | None  # tokens after which the model ends the answer
-    tally: TokenTally
-    prompt_read: bool = False  # the prompt
-
-
-@dataclass(slots=True)
 class TokenTally:
     """What a node did for the requests of one tag, in all their attempts."""
 
@@ -47,6 +32,48 @@ class TokenTally:
     cached_tokens: int = 0
     tokens: int = 0  # that were generated
     begun_at: float = math.inf  # Unix time when the first of them came
+
+
+@dataclass(slots=True)
+class ActiveAnswer:
+    answer: Answer
+    slot: Slot
+    tokens: Tokens  # of the prompt; empty if nothing is cached
+    words: Iterator[str]
+    limit: int  # tokens that were requested, or that fit
+    natural_end: float  # tokens after which the model ends the answer
+    prompt_read: bool = False
+
+    def store_contents(self) -> None:
+        """Store in the slot what it has cached when a request ends, in whichever phase."""
+        answer, slot = self.answer, self.slot
+        if slot.failed:
+            slot.contents = b""
+        elif not self.prompt_read:
+            slot.contents = self.tokens[: (answer.cached + slot.processed) * TOKEN_BYTES]
+        elif self.tokens:
+            # The last token was never read back.
+            slot.contents = self.tokens + pack(tokenize(answer.text))[:-TOKEN_BYTES]
+
+
+@dataclass(slots=True)
+class Work:
+    request: GenerationRequest
+    response: Response
+    tally: TokenTally
+    api: Api
+    running: list[ActiveAnswer] = field(default_factory=list)
+
+    @property
+    def stream(self) -> Response | None:
+        return self.response if self.request.stream else None
+
+    def error_event(self, message: str) -> bytes:
+        """The event by which a stream of this API tells that it has failed."""
+        error = {"code": 500, "message": message, "type": "server_error"}
+        if self.request.api == "messages":
+            return b"event: error\n" + data_event(error)
+        return data_event({"error": error})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,19 +101,14 @@ class Engine:
     tallies: dict[str, TokenTally] = field(default_factory=dict)  # by the requests' tags
 
     def tally(self, tag: str) -> TokenTally:
-        """The counters of the requests with this tag."""
         return self.tallies.setdefault(tag, TokenTally())
 
     def check_context(self, tokens: int) -> None:
         if tokens >= self.context:
-            raise RefusedError(
-                400,
-                "exceed_context_size_error",
-                f"request ({tokens} tokens) exceeds the available context size "
-                f"({self.context} tokens), try increasing it",
-                n_prompt_tokens=tokens,
-                n_ctx=self.context,
-            )
+            size = f"({self.context} tokens), try increasing it"
+            message = f"request ({tokens} tokens) exceeds the available context size {size}"
+            kind, counts = "exceed_context_size_error", {"n_prompt_tokens": tokens}
+            raise RefusedError(400, kind, message, **counts, n_ctx=self.context)
 
     async def generate(
         self, request: GenerationRequest, response: Response, tally: TokenTally | None = None
@@ -100,42 +122,38 @@ class Engine:
         tally.begun_at = min(tally.begun_at, time.time())
         tally.prompt_tokens += sum(counts)
         self.requests += 1
-        state = ResponseState(
-            request=request, model=self.model, created=int(time.time()), number=self.requests
-        )
+        state = ResponseState(request, self.model, int(time.time()), self.requests)
         cache = self.pool.cache is not None
         packed = [pack([BEGIN_TOKEN, *tokenize(p)]) if cache else b"" for p in request.prompts]
-        slots = await self.pool.acquire(len(request.prompts), packed[0], request.id_slot)
-        running: list[ActiveAnswer] = []
+        wanted = int(request.body.get("id_slot", -1))
+        slots = await self.pool.acquire(len(request.prompts), packed[0], wanted)
+        work = Work(request, response, tally, APIS[request.api](state))
         try:
             for i, (prompt, count) in enumerate(zip(request.prompts, counts, strict=True)):
                 slot = slots[i % len(slots)]
                 cached = self.pool.cached(slot, packed[i])
-                answer = Answer(
-                    index=i, prompt=prompt, prompt_tokens=count, slot=slot.id, cached=cached
-                )
+                answer = Answer(i, prompt, count, slot.id, cached)
                 state.answers.append(answer)
                 room = self.context - count
                 limit = room if request.max_tokens is None else min(request.max_tokens, room)
                 slot.begin(count, limit, cached)
                 words = next_words(prompt + slot.foreign)
-                natural = None if request.ignore_eos else self._natural_end(prompt)
-                running.append(ActiveAnswer(answer, slot, packed[i], words, limit, natural, tally))
+                natural = math.inf if request.asks("ignore_eos") else self._natural_end(prompt)
+                work.running.append(ActiveAnswer(answer, slot, packed[i], words, limit, natural))
                 tally.cached_tokens += cached
-            api = APIS[request.api](state)
             if request.stream:
-                await self._stream(api, running, request, response)
+                await self._stream(work)
             else:
-                await self._prefill(running, request, None, api)
-                await self._decode(running, request, None, api)
-                await response.plain(200, to_json(api.plain()))
+                await self._prefill(work)
+                await self._decode(work)
+                await response.plain(200, to_json(work.api.plain()))
         except PoolFullError:
             if not request.stream:
                 raise RefusedError(500, "server_error", _POOL_FULL) from None
-            await response.end_stream([_error_event(request, _POOL_FULL)])
+            await response.end_stream([work.error_event(_POOL_FULL)])
         finally:
-            for active in running:
-                _store_slot_contents(active)
+            for active in work.running:
+                active.store_contents()
             self.pool.release(slots)
 
     def _natural_end(self, prompt: str) -> int:
@@ -143,18 +161,17 @@ class Engine:
         ends = self.answer_tokens
         return (ends if isinstance(ends, int) else ends(prompt)) - open_answer_tokens(prompt)
 
-    async def _stream(
-        self, api: Api, running: list[ActiveAnswer], request: GenerationRequest, response: Response
-    ) -> None:
-        response.error_event = _error_event(request, _COMPUTE_ERROR)
+    async def _stream(self, work: Work) -> None:
+        response, api = work.response, work.api
+        response.error_event = work.error_event(_COMPUTE_ERROR)
         await response.open_stream()
         if first := api.head():
             await response.events(first)
-        await self._prefill(running, request, response, api)
+        await self._prefill(work)
         if response.connection.gone:
             raise ClientGoneError  # the server notices it only after the prefill
         response.interruptible = True
-        await self._decode(running, request, response, api)
+        await self._decode(work)
         await response.end_stream(api.end())
 
     async def read_only(self, tokens: int) -> None:
@@ -170,100 +187,85 @@ class Engine:
         finally:
             self.pool.release(slots)
 
-    async def _prefill(
-        self,
-        running: list[ActiveAnswer],
-        request: GenerationRequest,
-        response: Response | None,
-        api: Api,
-    ) -> None:
-        start = self.clock()
+    async def _prefill(self, work: Work) -> None:
+        start, stream = self.clock(), work.stream
         # With `n` > 1 the prompt is read once.
-        answers = {active.answer.prompt: active.answer for active in running}.values()
+        answers = {active.answer.prompt: active.answer for active in work.running}.values()
         total = sum(answer.prompt_tokens - answer.cached for answer in answers)
-        progress = request.return_progress and response is not None
+        progress = work.request.asks("return_progress") and stream is not None
         step, counted = self.batch if progress else total, 0
-        async with aclosing(self._read_prompt(total, step, response)) as reading:
+        async with aclosing(self._read_prompt(total, step, stream)) as reading:
             async for processed, begun in reading:
                 start = begun or start
-                running[0].tally.read_tokens += processed - counted
+                work.tally.read_tokens += processed - counted
                 counted = processed
-                for active in running:
+                for active in work.running:
                     answer = active.answer
                     active.slot.processed = min(processed, answer.prompt_tokens - answer.cached)
                     self.pool.check_room(active.slot)
-                if progress and begun and response is not None:
-                    if response.connection.gone:
+                if progress and begun and stream is not None:
+                    if stream.connection.gone:
                         raise ClientGoneError
-                    seconds, first = self.clock() - begun, running[0].answer
-                    await response.events(api.progress(first, first.cached + processed, seconds))
+                    seconds, first = self.clock() - begun, work.running[0].answer
+                    told = work.api.progress(first, first.cached + processed, seconds)
+                    await stream.events(told)
         self.prompt_tokens += total
         self.cached_tokens += sum(answer.cached for answer in answers)
-        for active in running:
+        for active in work.running:
             active.answer.prefill = self.clock() - start
             active.prompt_read = True
 
-    async def _decode(
-        self,
-        running: list[ActiveAnswer],
-        request: GenerationRequest,
-        response: Response | None,
-        api: Api,
-    ) -> None:
-        unfinished = list(running)
+    async def _decode(self, work: Work) -> None:
+        unfinished = list(work.running)
         with ExitStack() as stack:
-            writer: BatchWriter | None = None
+            writer = None
             if self.compute is not None:
                 writer = stack.enter_context(self.compute.writing(len(unfinished)))
             begin = self.clock()
             step = 0
             while unfinished:
-                if step:
-                    if writer is None:
-                        await self._sleep_until(begin + step / self.decode_tps, step)
-                    else:
-                        writer.set_width(len(unfinished))
-                        await writer.next()
+                if step and writer is not None:
+                    await writer.next(len(unfinished))
+                elif step:
+                    await self._sleep_until(begin + step / self.decode_tps, step)
                 for active in list(unfinished):
                     active.answer.decode = self.clock() - begin
-                    if await self._step(active, request, response, api):
+                    if await self._step(work, active):
                         unfinished.remove(active)
                 step += 1
 
-    async def _step(
-        self, active: ActiveAnswer, request: GenerationRequest, response: Response | None, api: Api
-    ) -> bool:
+    async def _step(self, work: Work, active: ActiveAnswer) -> bool:
         """Decodes an answer's next token, if there is one. Returns whether the answer has ended."""
-        answer = active.answer
+        answer, api = active.answer, work.api
         first = answer.tokens == 0
-        word = self._next_word(active, request)
+        word = self._next_word(work, active)
         ended = word is None or bool(answer.stopping_word)
         if not ended and answer.tokens >= active.limit:
             answer.finish, ended = "length", True
-        if response is not None:
+        if (stream := work.stream) is not None:
             events = api.start(answer) if first else []
             if word is not None:
                 events.append(api.delta(answer, word))
             if events:
-                await response.events(events)
+                await stream.events(events)
             if ended:
-                await response.events(api.finish(answer))
+                await stream.events(api.finish(answer))
         return ended
 
-    def _next_word(self, active: ActiveAnswer, request: GenerationRequest) -> str | None:
+    def _next_word(self, work: Work, active: ActiveAnswer) -> str | None:
         """Decodes one more token; None at the end of the model's answer."""
         answer = active.answer
-        if active.natural_end is not None and answer.tokens >= active.natural_end:
+        if answer.tokens >= active.natural_end:
             return None
         word = next(active.words)
         answer.tokens += 1
         active.slot.decoded += 1
         self.pool.check_room(active.slot)
-        active.tally.tokens += 1
+        work.tally.tokens += 1
         self.tokens += 1
         before = len(answer.text)
         answer.text += word
-        for stop in request.stop:
+        for stop in work.request.stop:
             at = answer.text.find(stop)
             if at >= 0:
                 answer.finish, answer.stopping_word = "word", stop
@@ -309,23 +311,3 @@ class Engine:
             await asyncio.sleep(seconds)
             if response is not None and seconds < left:
                 await response.comment()
-
-
-def _error_event(request: GenerationRequest, message: str) -> bytes:
-    """The event by which a stream of this API tells that it has failed."""
-    error = {"code": 500, "message": message, "type": "server_error"}
-    if request.api == "messages":
-        return b"event: error\n" + data_event(error)
-    return data_event({"error": error})
-
-
-def _store_slot_contents(active: ActiveAnswer) -> None:
-    """Store in the slot what it has cached when a request ends, in whichever phase."""
-    answer, slot = active.answer, active.slot
-    if slot.failed:
-        slot.contents = b""
-    elif not active.prompt_read:
-        slot.contents = active.tokens[: (answer.cached + slot.processed) * TOKEN_BYTES]
-    elif active.tokens:
-        # The last token was never read back.
-        slot.contents = active.tokens + pack(tokenize(answer.text))[:-TOKEN_BYTES]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tests.emulator.apis.sampling import SAMPLING
+from tests.emulator.apis import SAMPLING
 from tests.emulator.embeddings import EMBEDDING_SIZE
 from tests.emulator.language_model import BEGIN_TOKEN, count_tokens, detokenize, tokenize
 from tests.emulator.request_body import RefusedError, chat_prompt, messages_prompt
@@ -61,29 +61,19 @@ def slots(node: EmulatedNode, query: str) -> list[Body]:
 
 def models(node: EmulatedNode, query: str) -> Body:
     name = node.model
+    unknown = ("modified_at", "size", "digest", "description", "parameters")
+    details = ("parent_model", "family", "parameter_size", "quantization_level")
+    as_ollama = {
+        "name": name,
+        "model": name,
+        **dict.fromkeys(unknown, ""),
+        "type": "model",
+        "tags": [""],
+        "capabilities": ["completion"],
+        "details": {**dict.fromkeys(details, ""), "format": "gguf", "families": [""]},
+    }
     return {
-        "models": [
-            {
-                "name": name,
-                "model": name,
-                "modified_at": "",
-                "size": "",
-                "digest": "",
-                "type": "model",
-                "description": "",
-                "tags": [""],
-                "capabilities": ["completion"],
-                "parameters": "",
-                "details": {
-                    "parent_model": "",
-                    "format": "gguf",
-                    "family": "",
-                    "families": [""],
-                    "parameter_size": "",
-                    "quantization_level": "",
-                },
-            }
-        ],
+        "models": [as_ollama],
         "object": "list",
         "data": [
             {

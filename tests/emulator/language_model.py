@@ -20,8 +20,7 @@ WORDS = (
     "these",
 )  # fmt: skip
 
-BEGIN_TOKEN = 1
-"""The token at the beginning of every text."""
+BEGIN_TOKEN = 1  # the token at the beginning of every text
 
 _BYTES = [b" " + word.encode() for word in WORDS]
 _WORD_IDS = {piece: 512 + i for i, piece in enumerate(_BYTES)}

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from gateway.local.server import claim_port, claimed_port
 from tests.emulator import embeddings, info_endpoints
-from tests.emulator.apis.answer import to_json
+from tests.emulator.apis import to_json
 from tests.emulator.compute import Compute
 from tests.emulator.connection import Connection, ReceivedRequest
 from tests.emulator.faults import FaultPlan
@@ -38,8 +38,7 @@ _APIS: dict[str, ApiName] = {
 _EMBEDDINGS = {"/v1/embeddings", "/embeddings", "/embedding"}
 _RERANKS = {"/v1/rerank", "/rerank", "/v1/reranking", "/reranking"}
 _TRANSCRIPTIONS = "/v1/audio/transcriptions"
-TAG_HEADER = "x-tag"
-"""Requests with this header are counted by its value (`Engine.tallies`)."""
+TAG_HEADER = "x-tag"  # requests with this header are counted by its value (`Engine.tallies`)
 SLOT_PATHS = {*_APIS, *_EMBEDDINGS, *_RERANKS, "/infill", _TRANSCRIPTIONS}
 
 
@@ -107,15 +106,7 @@ class EmulatedNode:
         self.aliases = names[1:]
         cache = None if cache_ram is None else PromptCache(cache_ram)
         self.slots = SlotPool(slots, cache, context if unified else None)
-        compute = None
-        if prefill_stalls:
-            compute = Compute(
-                prefill_tps=prefill_tps,
-                decode_tps=decode_tps,
-                step=decode_step,
-                batch=batch,
-                clock=clock,
-            )
+        compute = Compute(prefill_tps, decode_tps, decode_step, batch, clock)
         self.engine = Engine(
             pool=self.slots,
             model=names[0],
@@ -124,7 +115,7 @@ class EmulatedNode:
             decode_tps=decode_tps,
             answer_tokens=answer_tokens,
             batch=batch,
-            compute=compute,
+            compute=compute if prefill_stalls else None,
             ping_interval=ping_interval,
             clock=clock,
         )
@@ -203,7 +194,6 @@ class EmulatedNode:
 
     @property
     def busy(self) -> int:
-        """Slots that are busy now."""
         return self.slots.busy
 
     @property
@@ -217,7 +207,6 @@ class EmulatedNode:
 
     @property
     def connections(self) -> int:
-        """Open connections."""
         return len(self.open_connections)
 
     # Start and stop.
@@ -284,13 +273,6 @@ class EmulatedNode:
 
     # What a connection calls.
 
-    def connection_opened(self, connection: Connection) -> None:
-        self.open_connections.add(connection)
-        self.connections_opened += 1
-
-    def connection_closed(self, connection: Connection) -> None:
-        self.open_connections.discard(connection)
-
     def handle(self, connection: Connection, request: ReceivedRequest) -> None:
         needs_slot = request.path in SLOT_PATHS
         is_question = request.body == b"{}"  # refused at once, without a slot
@@ -299,38 +281,31 @@ class EmulatedNode:
             self.seen.append(request)
         else:
             self.control_requests += 1
-        closing = not request.keep_alive or connection.served >= self.keepalive_requests
+        tag = request.headers.get(TAG_HEADER)
+        control = is_question or not needs_slot
         fault = self.faults and self.faults.take(
-            request.path,
-            control=is_question or not needs_slot,
-            reused=request.reused,
-            tag=request.headers.get(TAG_HEADER),
+            request.path, control=control, reused=request.reused, tag=tag
         )
-        if not fault:
-            response = self.response_class(
-                connection,
-                closing=closing,
-                head_only=request.method == "HEAD",
-                closes_streams=self.close_after_stream,
-            )
-            connection.response = response
-            if not needs_slot and not self._waits_for_model(request.path):
-                self._answer_at_once(request, response)
-                connection.finished(response)
-                return
+        how = {
+            "closing": not request.keep_alive or connection.served >= self.keepalive_requests,
+            "head_only": request.method == "HEAD",
+            "closes_streams": self.close_after_stream,
+        }
+        if fault:
+            response: Response = FaultyResponse(connection, fault, self.faults, **how)
         else:
-            response = FaultyResponse(
-                connection,
-                fault,
-                self.faults,
-                closing=closing,
-                closes_streams=self.close_after_stream,
-            )
-            connection.response = response
-        connection.task = self._begin(self._serve(connection, request, response))
+            response = self.response_class(connection, **how)
+        connection.response = response
+        if fault or needs_slot or self._waits_for_model(request.path):
+            connection.task = self._begin(self._serve(connection, request, response))
+            return
+        try:
+            response.write_plain(*self._info_response(request))
+        except RefusedError as refused:
+            response.write_plain(refused.status, to_json(refused.value))
+        connection.finished(response)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start a task that ends with the node."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -368,17 +343,9 @@ class EmulatedNode:
                     value = await slot_action(self, request.path, request.query, given)
                     await response.plain(200, to_json(value))
                     return
-                status, body, kind = self._info_response(request)
-                await response.plain(status, body, kind)
+                await response.plain(*self._info_response(request))
         except RefusedError as refused:
             await response.plain(refused.status, to_json(refused.value))
-
-    def _answer_at_once(self, request: ReceivedRequest, response: Response) -> None:
-        try:
-            status, body, kind = self._info_response(request)
-            response.write_plain(status, body, kind)
-        except RefusedError as refused:
-            response.write_plain(refused.status, to_json(refused.value))
 
     def _info_response(self, request: ReceivedRequest) -> tuple[int, bytes, str]:
         """Status, body and content type of a response that needs no slot."""
@@ -414,19 +381,19 @@ class EmulatedNode:
             native = path == "/embedding"
             value: Any = await embeddings.embeddings(self.engine, body, native=native)
             await response.plain(200, to_json(value))
-        elif path in _RERANKS:
+            return
+        if path in _RERANKS:
             await response.plain(200, to_json(await embeddings.rerank(self.engine, body)))
-        else:
-            if not self.progress:
-                body.pop("return_progress", None)
-            if path == "/infill":
-                prefix, suffix = body.get("input_prefix", ""), body.get("input_suffix", "")
-                body = body | {"prompt": f"{prefix}{suffix}"}
-            api = _APIS.get(path, "native")
-            generation = read_generation_request(api, body, len(self.slots.slots))
-            tag = request.headers.get(TAG_HEADER)
-            tally = None if tag is None else self.engine.tally(tag)
-            await self.engine.generate(generation, response, tally)
+            return
+        if not self.progress:
+            body.pop("return_progress", None)
+        if path == "/infill":
+            body["prompt"] = f"{body.get('input_prefix', '')}{body.get('input_suffix', '')}"
+        api = _APIS.get(path, "native")
+        generation = read_generation_request(api, body, len(self.slots.slots))
+        tag = request.headers.get(TAG_HEADER)
+        tally = None if tag is None else self.engine.tally(tag)
+        await self.engine.generate(generation, response, tally)
 
     async def _wake(self) -> None:
         if self.sleeping:
@@ -453,10 +420,9 @@ class EmulatedNode:
         elif path == _TRANSCRIPTIONS and not self.audio:
             message = "The current model does not support audio input."
         elif path == "/infill" and not self.infill:
-            message = (
-                "Infill is not supported by this model: prefix token is missing. "
-                "suffix token is missing. middle token is missing. "
-            )
+            parts = ("prefix", "suffix", "middle")
+            missing = "".join(f"{part} token is missing. " for part in parts)
+            message = f"Infill is not supported by this model: {missing}"
         else:
             return
         raise RefusedError(501, "not_supported_error", message)

@@ -15,7 +15,7 @@ from datetime import datetime, timedelta
 from math import inf
 from typing import Any
 
-from tests.emulator.apis.answer import to_json
+from tests.emulator.apis import to_json
 from tests.emulator.connection import ReceivedRequest
 from tests.emulator.request_body import RefusedError
 from tests.emulator.response import REASONS, ProxiedResponse, Response

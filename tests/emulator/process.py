@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RunningEmulator:
-    """A node that runs as a process of its own."""
-
     process: subprocess.Popen[str]
     url: str
     commands: str  # where it takes them
@@ -20,7 +18,6 @@ class RunningEmulator:
 
 @contextmanager
 def emulator_process(*options: str) -> Iterator[RunningEmulator]:
-    """Run `python -m tests.emulator` with these options; it is ended at the end."""
     command = [sys.executable, "-m", "tests.emulator", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -23,28 +23,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-MIN_SIMILARITY = 0.1
-"""llama.cpp's default of `--slot-prompt-similarity`, a share of the new prompt."""
-SAVE_BELOW = 0.5
-"""A slot's contents are saved if a smaller share of them would be reused."""
-LOAD_FROM = 0.25
-"""A saved prompt is loaded only if at least this share of it would be reused."""
+MIN_SIMILARITY = 0.1  # llama.cpp's default of `--slot-prompt-similarity`, a share of the new prompt
+SAVE_BELOW = 0.5  # A slot's contents are saved if a smaller share of them would be reused
+LOAD_FROM = 0.25  # A saved prompt is loaded only if at least this share of it would be reused
 
-Tokens = bytes
-"""Token ids, four bytes each, so that prefixes are compared at memory speed."""
+Tokens = bytes  # token ids, four bytes each, so that prefixes are compared at memory speed
 TOKEN_BYTES = 4
 
 
 class CacheSlot(Protocol):
-    """What the cache reads and writes of a slot."""
-
     contents: Tokens
-    used_at: int
-    """Ordinal of its last use; 0: never."""
+    used_at: int  # ordinal of its last use; 0: never
 
 
 def pack(ids: Iterable[int]) -> Tokens:
-    """Token ids in one bytes object."""
     return array("I", ids).tobytes()
 
 
@@ -53,7 +45,6 @@ def token_count(tokens: Tokens) -> int:
 
 
 def common_prefix(first: Tokens, second: Tokens) -> int:
-    """Tokens of the common prefix of two prompts."""
     low, high = 0, min(token_count(first), token_count(second))
     if first[: high * TOKEN_BYTES] == second[: high * TOKEN_BYTES]:
         return high

@@ -29,8 +29,6 @@ def chat(text: str = "hello", **more: Any) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class RawConnection:
-    """One raw connection to a node or gateway."""
-
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
@@ -39,7 +37,6 @@ class RawConnection:
         await self.writer.drain()
 
     async def until(self, mark: bytes) -> bytes:
-        """All bytes up to and with a mark."""
         async with asyncio.timeout(LIMIT):
             return await self.reader.readuntil(mark)
 
@@ -66,7 +63,6 @@ class RawConnection:
 
 @asynccontextmanager
 async def raw_connection(url: str) -> AsyncIterator[RawConnection]:
-    """Open a raw connection."""
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=1 << 24)
     wire = RawConnection(reader, writer)
@@ -100,6 +96,5 @@ def events(body: bytes) -> list[Any]:
 
 
 def text_of(found: list[Any]) -> str:
-    """The text of a chat's events."""
     deltas = [e["choices"][0]["delta"] for e in found if e != "[DONE]" and e.get("choices")]
     return "".join(delta.get("content") or "" for delta in deltas)

@@ -15,8 +15,6 @@ END = "<|eot|>\n"
 
 
 class RefusedError(Exception):
-    """An error response in the server's form."""
-
     def __init__(self, status: int, kind: str, message: str, **extra: int) -> None:
         super().__init__(message)
         self.status = status
@@ -32,18 +30,21 @@ class GenerationRequest:
     """One generation: each prompt takes a slot and gets one answer."""
 
     api: ApiName
+    body: dict[str, Any]
     prompts: tuple[str, ...]
     max_tokens: int | None  # None: to the end of the model's answer
-    stream: bool
-    include_usage: bool
-    return_progress: bool
-    timings_per_token: bool
-    logprobs: bool
-    ignore_eos: bool
     stop: tuple[str, ...]
-    response_fields: tuple[str, ...]  # of `/completion`; empty: all
-    id_slot: int  # the slot that it wants; -1: any
-    n_probs: int
+
+    def asks(self, name: str) -> bool:
+        return self.body.get(name) is True
+
+    @property
+    def stream(self) -> bool:
+        return self.asks("stream")
+
+    @property
+    def include_usage(self) -> bool:
+        return (self.body.get("stream_options") or {}).get("include_usage") is True
 
 
 def read_json(body: bytes) -> dict[str, Any]:
@@ -72,12 +73,10 @@ def open_answer_tokens(prompt: str) -> int:
 
 
 def expected_chat_text(messages: list[dict[str, Any]], n: int) -> str:
-    """A node's answer of `n` tokens to a chat."""
     return expected_text(render_chat(messages), n)
 
 
 def read_generation_request(api: ApiName, body: dict[str, Any], slots: int) -> GenerationRequest:
-    """Checks and reads a body of one API. Raises `RefusedError`."""
     prompts = _PROMPTS[api](body)
     copies = int(body.get("n") or 1)
     if api == "chat" and not 1 <= copies <= slots:
@@ -85,22 +84,10 @@ def read_generation_request(api: ApiName, body: dict[str, Any], slots: int) -> G
             f"Field 'n': Value must be between 1 <= value <= {slots}, but got {copies}"
         )
     stop = body.get("stop") or body.get("stop_sequences") or ()
-    return GenerationRequest(
-        api=api,
-        prompts=tuple(prompts) * copies,
-        max_tokens=_max_tokens(api, body),
-        stream=body.get("stream") is True,
-        include_usage=(body.get("stream_options") or {}).get("include_usage") is True,
-        return_progress=body.get("return_progress") is True,
-        timings_per_token=body.get("timings_per_token") is True,
-        logprobs=bool(body.get("logprobs")),
-        ignore_eos=body.get("ignore_eos") is True,
-        # A real server ignores anything else.
-        stop=(stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else (),
-        response_fields=tuple(body.get("response_fields") or ()),
-        id_slot=int(body.get("id_slot", -1)),
-        n_probs=int(body.get("n_probs") or 0),
-    )
+    # A real server ignores anything else.
+    stops = [stop] if isinstance(stop, str) else stop if isinstance(stop, list) else []
+    limit = _max_tokens(api, body)
+    return GenerationRequest(api, body, tuple(prompts) * copies, limit, tuple(stops))
 
 
 def chat_prompt(body: dict[str, Any], key: str = "messages") -> str:

@@ -74,7 +74,6 @@ class Response:
     def write_plain(
         self, status: int, body: bytes, kind: str = JSON, headers: dict[str, str] | None = None
     ) -> None:
-        """Writes a plain response at once."""
         head = self._plain_head(status, kind, len(body), headers or {})
         self.connection.write(head if self.head_only else head + body)
 
@@ -87,7 +86,6 @@ class Response:
         self.connection.write(self._stream_head())
 
     async def events(self, events: Sequence[bytes]) -> None:
-        """Sends events in one chunk."""
         self.connection.write(_chunk(b"".join(events)))
         await self.connection.drain()
 
@@ -96,7 +94,6 @@ class Response:
         self.connection.write(b"3\r\n:\n\n\r\n")
 
     async def end_stream(self, last: Sequence[bytes]) -> None:
-        """Sends the last events and ends the body."""
         if last:
             await self.events(last)
         self.connection.write(_LAST_CHUNK)

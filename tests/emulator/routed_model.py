@@ -19,8 +19,6 @@ ModelState = Literal["unloaded", "loading", "loaded"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFile:
-    """A model in a router's folder."""
-
     size: int = info_endpoints.MODEL_SIZE  # bytes
     memory: int | None = None  # bytes that its server takes; None: its size
     load_seconds: float | None = None  # None: as the router says
@@ -53,8 +51,6 @@ class HostMemory:
 
 @dataclass(slots=True, eq=False)
 class RoutedModel:
-    """One model of a router."""
-
     file: ModelFile
     node: EmulatedNode = field(repr=False)
     load_seconds: float = 0.0
@@ -75,7 +71,6 @@ class RoutedModel:
 
     @property
     def requests(self) -> int:
-        """Requests that run now."""
         return len(self.running)
 
     @property
@@ -88,7 +83,6 @@ class RoutedModel:
 
     @property
     def args(self) -> list[str]:
-        """The command line of its server."""
         node, name = self.node, self.name
         slots = len(node.slots.slots)
         args = ["llama-server", *(["--embeddings"] if node.embeddings else [])]
@@ -105,7 +99,6 @@ class RoutedModel:
         return [*args, "--model", f"/models/{name}.gguf", "--parallel", str(slots)]
 
     def as_json(self) -> dict[str, Any]:
-        """The model as `/v1/models` of a router shows it."""
         node = self.node
         status: dict[str, Any] = {
             "value": "sleeping" if self.state == "loaded" and node.sleeping else self.state,

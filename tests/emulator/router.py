@@ -20,11 +20,11 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from math import inf
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import parse_qs
 
 from tests.emulator import info_endpoints
-from tests.emulator.apis.answer import data_event, to_json
+from tests.emulator.apis import data_event, to_json
 from tests.emulator.connection import Connection, ReceivedRequest
 from tests.emulator.node import SLOT_PATHS, EmulatedNode
 from tests.emulator.request_body import RefusedError, bad_request, read_json
@@ -33,12 +33,9 @@ from tests.emulator.routed_model import HostMemory, ModelFile, ModelState, Route
 
 UNLOAD_GRACE = 10.0
 """Seconds after which a model that is to be unloaded is killed, with its requests."""
-END_SECONDS = 0.05
-"""Seconds that a server takes to end."""
-READING = 0.8
-"""The share of a load in which the file is read; the rest is told by no progress."""
-STEPS = 4
-"""Progress events of a load after the first."""
+END_SECONDS = 0.05  # seconds that a server takes to end
+READING = 0.8  # the share of a load in which the file is read; the rest is told by no progress
+STEPS = 4  # progress events of a load after the first
 
 Refusal = Literal["unnamed", "unknown", "failed"]
 R = TypeVar("R", bound=Response)
@@ -88,7 +85,10 @@ class EmulatedRouter(EmulatedNode):
         model = self.models[name]
         if model.state == "unloaded":
             return
-        await self._stop_loading(model)
+        if model.loading is not None and not model.loading.done():
+            model.loading.cancel()
+            with suppress(asyncio.CancelledError):
+                await model.loading
         await model.node.kill()
         self._set_state(model, "unloaded", exit_code=1)
 
@@ -116,25 +116,22 @@ class EmulatedRouter(EmulatedNode):
     def handle(self, connection: Connection, request: ReceivedRequest) -> None:
         query = parse_qs(request.query)
         if self._is_routed(request.path, query):
-            response = self._open(connection, request, Response)
-            connection.task = self._begin(self._route(connection, request, response))
+            work = self._route
         elif (request.method, request.path) == ("GET", "/models/sse"):
-            response = self._open(connection, request, Response)
-            response.interruptible = True
-            connection.task = self._begin(self._follow(connection, response))
+            work = self._follow
         elif request.path in {"/v1/models", "/models"} and query.get("reload") == ["1"]:
-            response = self._open(connection, request, Response)
-            connection.task = self._begin(self._reload(connection, response))
+            work = self._reload
         else:
             super().handle(connection, request)
+            return
+        response = self._open(connection, request, Response)
+        response.interruptible = work == self._follow
+        connection.task = self._begin(work(connection, request, response))
 
     def _is_routed(self, path: str, query: Mapping[str, list[str]]) -> bool:
         """Whether a request is answered by the server of the model that it names."""
-        return (
-            path in _OF_A_MODEL
-            or path.startswith("/slots/")
-            or (path == "/props" and "model" in query)
-        )
+        of_a_model = path in _OF_A_MODEL or path.startswith("/slots/")
+        return of_a_model or (path == "/props" and "model" in query)
 
     def _open(self, connection: Connection, request: ReceivedRequest, kind: type[R]) -> R:
         response = kind(
@@ -178,7 +175,6 @@ class EmulatedRouter(EmulatedNode):
         return to_json({"data": data, "object": "list"})
 
     def _find(self, name: str) -> RoutedModel | None:
-        """The model of this name or alias."""
         if name in self.models:
             return self.models[name]
         return next((m for m in self.models.values() if name in m.node.aliases), None)
@@ -192,12 +188,13 @@ class EmulatedRouter(EmulatedNode):
             model = await self._loaded_model(request)
         except RefusedError as refused:
             self._write_refusal(response, refused)
-        except _ServerError as error:
+        except ConnectionRefusedError:
             response = proxied = self._open(connection, request, ProxiedResponse)
-            if error.refused is None:
-                proxied.fail("Could not establish connection")
-            else:
-                proxied.write_plain(error.refused.status, to_json(error.refused.value))
+            proxied.fail("Could not establish connection")
+        except BlockingIOError:
+            response = self._open(connection, request, ProxiedResponse)
+            loading = RefusedError(503, "unavailable_error", "Loading model")
+            response.write_plain(loading.status, to_json(loading.value))
         else:
             model.running.add(connection)
             try:
@@ -211,7 +208,11 @@ class EmulatedRouter(EmulatedNode):
         connection.finished(response)
 
     async def _loaded_model(self, request: ReceivedRequest) -> RoutedModel:
-        """The model that a request names, once it is loaded; the request counts as one of it."""
+        """The model that a request names, once it is loaded; the request counts as one of it.
+
+        A request that must not load it raises BlockingIOError while the model's server loads, and
+        ConnectionRefusedError where there is none.
+        """
         query = parse_qs(request.query)
         name = _model_of(request) if request.method == "POST" else query.get("model", [None])[0]
         if not name:
@@ -220,7 +221,9 @@ class EmulatedRouter(EmulatedNode):
         if model is None:
             raise self._refusal("unknown", str(name))
         if query.get("autoload") == ["false"] and not model.ready:
-            _refuse(model)
+            if model.state == "unloaded":
+                raise bad_request("model is not loaded")
+            raise BlockingIOError if model.listening else ConnectionRefusedError
         self.requests += 1
         while not model.ready:
             async with self._queue:
@@ -275,7 +278,7 @@ class EmulatedRouter(EmulatedNode):
     def _begin_load(self, model: RoutedModel) -> None:
         model.loads += 1
         self._set_state(model, "loading")
-        self._publish(model.name, "model_status", {"status": "loading"})
+        self._publish(model.name, "model_status", data={"status": "loading"})
         model.loading = self._begin(self._load(model))
 
     async def _load(self, model: RoutedModel) -> None:
@@ -300,7 +303,7 @@ class EmulatedRouter(EmulatedNode):
         model.node.active_at = self.clock()
         self._set_state(model, "loaded")
         info = info_endpoints.models(model.node, "")["data"][0]
-        self._publish_status(model, {"status": "loaded", "info": info})
+        self._publish_status(model, status="loaded", info=info)
         if model.node.sleep_idle_seconds < inf:
             model.watch = self._begin(self._watch_sleep(model))
 
@@ -316,19 +319,18 @@ class EmulatedRouter(EmulatedNode):
         return lives if model.file.readable else 1e-3
 
     async def _watch_sleep(self, model: RoutedModel) -> None:
-        """Tells when a model falls asleep and wakes."""
         node = model.node
         while True:
             while not node.sleeping:
                 left = node.active_at + node.sleep_idle_seconds - self.clock()
                 await asyncio.sleep(left if left > 0 else node.sleep_idle_seconds / 10)
-            self._publish_status(model, {"status": "sleeping"})
+            self._publish_status(model, status="sleeping")
             node.woken.clear()
             await node.woken.wait()
             self._publish_progress(model, 0.0)
             await asyncio.sleep(max(0.0, node.loaded_at - self.clock()))
             self._publish_progress(model, 1.0)
-            self._publish_status(model, {"status": "loaded"})
+            self._publish_status(model, status="loaded")
 
     def _unload_now(self, name: str) -> None:
         model = self._find(name)
@@ -356,12 +358,6 @@ class EmulatedRouter(EmulatedNode):
         await model.node.kill()
         self._set_state(model, "unloaded", exit_code=int(hangs))
 
-    async def _stop_loading(self, model: RoutedModel) -> None:
-        if model.loading is not None and not model.loading.done():
-            model.loading.cancel()
-            with suppress(asyncio.CancelledError):
-                await model.loading
-
     def _read_folder(self) -> None:
         for name in sorted(self.models.keys() - self.folder.keys()):
             del self.models[name]
@@ -373,7 +369,9 @@ class EmulatedRouter(EmulatedNode):
             node.response_class = self.proxied_class
             self.models[name] = RoutedModel(file, node, seconds)
 
-    async def _reload(self, connection: Connection, response: Response) -> None:
+    async def _reload(
+        self, connection: Connection, request: ReceivedRequest, response: Response
+    ) -> None:
         """Reads the folder again, once the models that are gone have ended."""
         for name in sorted(self.models.keys() - self.folder.keys()):
             model = self.models[name]
@@ -399,7 +397,7 @@ class EmulatedRouter(EmulatedNode):
             if self.memory is not None:
                 self.memory.free(model)
             if exit_code is not None:
-                self._publish_status(model, {"status": "unloaded", "exit_code": exit_code})
+                self._publish_status(model, status="unloaded", exit_code=exit_code)
         self._notify()
 
     def _notify(self) -> None:
@@ -407,13 +405,13 @@ class EmulatedRouter(EmulatedNode):
         self._changed = asyncio.Event()
 
     async def _change(self) -> None:
-        """Waits until a model's state or its requests have changed."""
         await self._changed.wait()
 
     # Events.
 
-    async def _follow(self, connection: Connection, response: Response) -> None:
-        """Tells a follower of all events from now on."""
+    async def _follow(
+        self, connection: Connection, request: ReceivedRequest, response: Response
+    ) -> None:
         queue: asyncio.Queue[bytes] = asyncio.Queue()
         self._followers.add(queue)
         try:
@@ -426,32 +424,14 @@ class EmulatedRouter(EmulatedNode):
 
     def _publish_progress(self, model: RoutedModel, value: float) -> None:
         progress = {"stages": ["text_model"], "current": "text_model", "value": value}
-        self._publish_status(model, {"status": "loading", "progress": progress})
+        self._publish_status(model, status="loading", progress=progress)
 
-    def _publish_status(self, model: RoutedModel, data: dict[str, Any]) -> None:
-        self._publish(model.name, "status_change", data)
+    def _publish_status(self, model: RoutedModel, **data: Any) -> None:
+        self._publish(model.name, "status_change", data=data)
 
-    def _publish(self, name: str, event: str, data: dict[str, Any] | None = None) -> None:
-        value = {"model": name, "event": event} | ({} if data is None else {"data": data})
+    def _publish(self, name: str, event: str, **more: Any) -> None:
         for queue in self._followers:
-            queue.put_nowait(data_event(value))
-
-
-class _ServerError(Exception):
-    """A model's server does not work on a request: it refuses it, or is not there."""
-
-    def __init__(self, refused: RefusedError | None = None) -> None:
-        super().__init__()
-        self.refused = refused
-
-
-def _refuse(model: RoutedModel) -> NoReturn:
-    """Raises the answer to a request that must not load its model."""
-    if model.state == "unloaded":
-        raise bad_request("model is not loaded")
-    if model.listening:
-        raise _ServerError(RefusedError(503, "unavailable_error", "Loading model"))
-    raise _ServerError
+            queue.put_nowait(data_event({"model": name, "event": event, **more}))
 
 
 def _model_of(request: ReceivedRequest) -> Any:

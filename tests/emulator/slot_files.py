@@ -20,8 +20,6 @@ _UNREADABLE = "Unable to restore slot: No available space in KV cache or invalid
 
 
 class SlotFile(NamedTuple):
-    """A saved prompt."""
-
     weights: str  # of the model that has read it
     tokens: Tokens
 

@@ -47,28 +47,19 @@ class Slot:
 
     def as_json(self, context: int) -> dict[str, Any]:
         """The slot as `/slots` shows it; before its first task it shows less."""
-        value: dict[str, Any] = {
-            "id": self.id,
-            "n_ctx": context,
-            "speculative": False,
-            "is_processing": self.busy,
-        }
+        about = {"id": self.id, "n_ctx": context, "speculative": False}
+        value: dict[str, Any] = {**about, "is_processing": self.busy}
         if self.task < 0:
             return value
+        left = self.limit - self.decoded if self.busy else -1
+        token = {"has_next_token": self.busy, "has_new_line": False, "n_remain": left}
         return value | {
             "id_task": self.task,
             "n_prompt_tokens": self.prompt_tokens + self.decoded,
             "n_prompt_tokens_processed": self.processed if self.busy else 0,
             "n_prompt_tokens_cache": self.cached if self.busy else 0,
             "params": {"n_predict": self.limit},
-            "next_token": [
-                {
-                    "has_next_token": self.busy,
-                    "has_new_line": False,
-                    "n_remain": self.limit - self.decoded if self.busy else -1,
-                    "n_decoded": self.decoded if self.busy else 0,
-                }
-            ],
+            "next_token": [token | {"n_decoded": self.decoded if self.busy else 0}],
         }
 
 
@@ -128,7 +119,6 @@ class SlotPool:
             raise PoolFullError
 
     def cached(self, slot: Slot, prompt: Tokens) -> int:
-        """Tokens of a prompt that a slot has cached."""
         return reusable(slot.contents, prompt) if self.cache is not None and prompt else 0
 
     def clear_prompts(self) -> None:
@@ -139,16 +129,12 @@ class SlotPool:
             self.cache.evicted.clear()
 
     def _grant(self) -> None:
-        self._grant_in_turn()
-        self.on_change()
-
-    def _grant_in_turn(self) -> None:
         while self.waiting:
             count, prompt, wanted, future = self.waiting[0]
             free = [slot for slot in self.slots if not slot.busy and wanted in {-1, slot.id}]
             if not future.cancelled():
                 if len(free) < count:
-                    return
+                    break
                 if self.cache is not None and prompt and wanted < 0:
                     chosen = self.cache.choose(free, prompt)
                     free = [chosen, *(slot for slot in free if slot is not chosen)]
@@ -159,3 +145,4 @@ class SlotPool:
                 self.peak_busy = max(self.peak_busy, self.busy)
                 future.set_result(free[:count])
             self.waiting.popleft()
+        self.on_change()

@@ -23,7 +23,7 @@ import pytest
 
 from tests.emulator.raw_connection import chat, post, raw_connection
 from tests.emulator.router import EmulatedRouter
-from tests.emulator.shapes import alike, heads
+from tests.emulator.shapes import alike, clients, heads
 from tests.polling import eventually
 from tests.servers import DemoServer, demo_model, running_router
 
@@ -33,7 +33,6 @@ pytestmark = [
     pytest.mark.binary_only("the wheel's server has no router mode"),
 ]
 CHAT = "/v1/chat/completions"
-LIMIT = 60.0  # seconds
 CONTEXT = 16_128  # tokens; a server rounds up to a multiple of 256
 ENDLESS: dict[str, Any] = {"ignore_eos": True, "max_tokens": 100_000}
 
@@ -61,11 +60,9 @@ Clients = list[tuple[httpx.AsyncClient, EmulatedRouter | None]]
 async def both(real: DemoServer, **options: Any) -> AsyncIterator[Clients]:
     """Clients of the real and of an emulated router, both without a loaded model."""
     settings = {"models_max": 1, "slots": 2, "context": CONTEXT, "decode_tps": 2000} | options
-    fresh = httpx.Limits(max_keepalive_connections=0)
     async with (
         EmulatedRouter("abc", unreadable=["bad"], **settings) as emulated,
-        httpx.AsyncClient(base_url=real.url, timeout=LIMIT, limits=fresh) as first,
-        httpx.AsyncClient(base_url=emulated.url, timeout=LIMIT, limits=fresh) as second,
+        clients(real.url, emulated.url) as (first, second),
     ):
         for name, value in (await values(first)).items():
             if value != "unloaded":
@@ -80,48 +77,34 @@ async def values(client: httpx.AsyncClient) -> dict[str, str]:
 
 
 async def shows(client: httpx.AsyncClient, name: str, value: str) -> None:
-    """Wait until a router shows this value of a model."""
-
     async def shown() -> bool | None:
         return (await values(client))[name] == value or None
 
     await eventually(shown)
 
 
-async def both_alike(clients: Clients, method: str, path: str, **options: Any) -> httpx.Response:
-    return await alike([client for client, _ in clients], method, path, **options)
+async def both_alike(pair: Clients, method: str, path: str, **options: Any) -> httpx.Response:
+    return await alike([client for client, _ in pair], method, path, **options)
 
 
 ONE = {"model": "a"}
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "body"),
-    [
-        ("GET", "/health", None),
-        ("GET", "/props", None),
-        ("GET", "/v1/models", None),
-        ("GET", "/slots", None),
-        ("GET", "/metrics", None),
-        ("GET", "/slots?model=a&autoload=false", None),
-        ("GET", "/metrics?model=a&autoload=false", None),
-        ("GET", "/props?model=a&autoload=false", None),
-        ("GET", "/slots?model=none", None),
-        ("GET", "/nothing", None),
-        ("POST", CHAT, chat()),
-        ("POST", CHAT, chat(model="none")),
-        ("POST", CHAT, chat(model="bad")),
-        ("POST", f"{CHAT}?autoload=false", chat(model="a")),
-        ("POST", "/tokenize", {"content": "a"}),
-        ("POST", "/models/load", {"model": "none"}),
-        ("POST", "/models/unload", {"model": "none"}),
-    ],
-)
-async def test_a_router_without_a_loaded_model_answers_alike(
-    real: DemoServer, method: str, path: str, body: dict[str, Any] | None
-) -> None:
-    async with both(real) as clients:
-        await both_alike(clients, method, path, json=body)
+async def test_a_router_without_a_loaded_model_answers_alike(real: DemoServer) -> None:
+    of_one, of_none = "model=a&autoload=false", "model=none"
+    paths = ["/health", "/props", "/v1/models", "/slots", "/metrics", "/nothing"]
+    paths += [f"/slots?{of_one}", f"/metrics?{of_one}", f"/props?{of_one}", f"/slots?{of_none}"]
+    asked: list[tuple[str, dict[str, Any] | None]] = [
+        *((path, None) for path in paths),
+        *((CHAT, chat(**more)) for more in ({}, {"model": "none"}, {"model": "bad"})),
+        (f"{CHAT}?autoload=false", chat(model="a")),
+        ("/tokenize", {"content": "a"}),
+        ("/models/load", {"model": "none"}),
+        ("/models/unload", {"model": "none"}),
+    ]
+    for path, body in asked:
+        async with both(real) as pair:
+            await both_alike(pair, "GET" if body is None else "POST", path, json=body)
 
 
 @asynccontextmanager
@@ -164,8 +147,8 @@ async def until_told(seen: list[str], *words: str) -> None:
 
 async def test_followers_are_told_alike(real: DemoServer) -> None:
     both_saw = []
-    async with both(real) as clients:
-        for client, emulated in clients:
+    async with both(real) as pair:
+        for client, emulated in pair:
             await client.get("/v1/models?reload=1")  # its last events have come
             async with followed(client) as seen:
                 for name in ("bad", "a", "b"):  # `b` takes the place of `a`
@@ -186,7 +169,6 @@ async def test_followers_are_told_alike(real: DemoServer) -> None:
 
 
 async def kill_server(real: DemoServer, emulated: EmulatedRouter | None, name: str) -> None:
-    """Kill the server of a model, the only one."""
     if emulated is not None:
         await emulated.kill_model(name)
         return
@@ -197,8 +179,8 @@ async def kill_server(real: DemoServer, emulated: EmulatedRouter | None, name: s
 async def test_a_request_while_a_model_loads_is_answered_by_its_server(real: DemoServer) -> None:
     path, body = "/tokenize?autoload=false", {"model": "a", "content": "b"}
     answers: list[dict[int, httpx.Response]] = []
-    async with both(real, load_seconds=0.2) as clients:
-        for client, _ in clients:
+    async with both(real, load_seconds=0.2) as pair:
+        for client, _ in pair:
             answers.append(seen := {})
             for _ in range(100):
                 await client.post("/models/load", json=ONE)
@@ -215,21 +197,21 @@ async def test_a_request_while_a_model_loads_is_answered_by_its_server(real: Dem
 
 async def test_a_model_that_ends_is_loaded_still_but_takes_no_requests(real: DemoServer) -> None:
     """Requests hold it up, without an answer, until it is killed."""
-    async with both(real) as clients:
-        asked = [await hold_up(client) for client, _ in clients]
+    async with both(real) as pair:
+        asked = [await hold_up(client) for client, _ in pair]
         for path in ("/slots?model=a&autoload=false", "/props?model=a&autoload=false"):
-            for client, _ in clients:
+            for client, _ in pair:
                 await eventually(partial(refuses, client, path))
                 assert (await values(client))["a"] == "loaded"
-            first, second = [await client.get(path) for client, _ in clients]
+            first, second = [await client.get(path) for client, _ in pair]
             assert (second.text, heads(second)) == (first.text, heads(first))
-        await both_alike(clients, "POST", "/models/load", json=ONE)
-        await both_alike(clients, "POST", "/models/unload", json=ONE)
+        await both_alike(pair, "POST", "/models/load", json=ONE)
+        await both_alike(pair, "POST", "/models/unload", json=ONE)
         for plain, streamed in [await answers for answers in asked]:
             lost = "proxy error: Failed to read connection"
             assert (plain.status_code, plain.text, streamed.status_code) == (500, lost, 200)
             assert streamed.text.endswith(f"\n\n{lost}")
-        for client, _ in clients:
+        for client, _ in pair:
             await eventually(partial(has_failed, client))
 
 
@@ -253,8 +235,8 @@ async def refuses(client: httpx.AsyncClient, path: str) -> bool | None:
 
 
 async def test_the_unloading_of_a_model_that_loads_is_a_failure_alike(real: DemoServer) -> None:
-    async with both(real, load_seconds=5) as clients:
-        for client, emulated in clients:
+    async with both(real, load_seconds=5) as pair:
+        for client, emulated in pair:
             await client.post("/models/load", json=ONE)
             if emulated is None:
                 [child] = psutil.Process(real.pid).children()
@@ -265,8 +247,8 @@ async def test_the_unloading_of_a_model_that_loads_is_a_failure_alike(real: Demo
 
 async def test_files_come_and_go_alike(real: DemoServer, folder: Path) -> None:
     new = folder / "new.gguf"
-    async with both(real) as clients:
-        for client, emulated in clients:
+    async with both(real) as pair:
+        for client, emulated in pair:
             if emulated is None:
                 new.symlink_to(demo_model())
             else:
@@ -287,31 +269,31 @@ async def test_files_come_and_go_alike(real: DemoServer, folder: Path) -> None:
 
 
 async def test_a_loaded_model_is_shown_and_asked_alike(real: DemoServer) -> None:
-    async with both(real) as clients:
-        for client, _ in clients:
+    async with both(real) as pair:
+        for client, _ in pair:
             assert (await client.post("/models/load", json=ONE)).json() == {"success": True}
             await shows(client, "a", "loaded")
-        listed = (await both_alike(clients, "GET", "/v1/models")).json()["data"][0]
+        listed = (await both_alike(pair, "GET", "/v1/models")).json()["data"][0]
         assert listed["meta"]["n_ctx"] == CONTEXT
         for path in ("/slots?model=a", "/props?model=a", "/metrics?model=a", "/slots"):
-            await both_alike(clients, "GET", path)
-        await both_alike(clients, "POST", "/models/load", json=ONE)
-        await both_alike(clients, "POST", "/models/load", json={"model": "b"})
+            await both_alike(pair, "GET", path)
+        await both_alike(pair, "POST", "/models/load", json=ONE)
+        await both_alike(pair, "POST", "/models/load", json={"model": "b"})
         body = chat(stream=False, model="a", max_tokens=2)
-        await both_alike(clients, "POST", CHAT, json=body)
-        await both_alike(clients, "POST", CHAT, json=body | {"stream": True})
-        await both_alike(clients, "POST", CHAT, json={"model": "a"})
-        await both_alike(clients, "POST", "/v1/embeddings", json={"model": "a", "input": "b"})
-        await both_alike(clients, "POST", "/tokenize", json={"model": "a", "content": "b"})
+        await both_alike(pair, "POST", CHAT, json=body)
+        await both_alike(pair, "POST", CHAT, json=body | {"stream": True})
+        await both_alike(pair, "POST", CHAT, json={"model": "a"})
+        await both_alike(pair, "POST", "/v1/embeddings", json={"model": "a", "input": "b"})
+        await both_alike(pair, "POST", "/tokenize", json={"model": "a", "content": "b"})
         for body in (ONE, {}):
-            await both_alike(clients, "POST", "/slots/0?action=save", json=body | {"filename": "b"})
+            await both_alike(pair, "POST", "/slots/0?action=save", json=body | {"filename": "b"})
 
 
 async def test_a_request_for_another_model_waits_until_the_loaded_one_is_idle(
     real: DemoServer,
 ) -> None:
-    async with both(real) as clients:
-        for client, _ in clients:
+    async with both(real) as pair:
+        for client, _ in pair:
             async with raw_connection(str(client.base_url)) as busy:
                 await busy.send(post(CHAT, chat(model="a", **ENDLESS)))
                 await busy.until(b"\n\n")
@@ -333,8 +315,8 @@ async def test_a_request_for_another_model_waits_until_the_loaded_one_is_idle(
 @pytest.mark.parametrize("stream", [True, False])
 async def test_the_death_of_a_model_s_server_looks_alike(real: DemoServer, stream: bool) -> None:
     ends = []
-    async with both(real) as clients:
-        for client, emulated in clients:
+    async with both(real) as pair:
+        for client, emulated in pair:
             async with raw_connection(str(client.base_url)) as wire:
                 await wire.send(post(CHAT, chat(model="a", stream=stream, **ENDLESS)))
                 if stream:
@@ -367,8 +349,8 @@ async def test_a_model_that_sleeps_is_shown_and_wakes_alike(folder: Path) -> Non
     extra = ("--models-max", "1", "--sleep-idle-seconds", "1")
     both_saw = []
     with running_router(folder, slots=2, context=CONTEXT, extra=extra) as router:
-        async with both(router, sleep_idle_seconds=1) as clients:
-            for client, _ in clients:
+        async with both(router, sleep_idle_seconds=1) as pair:
+            for client, _ in pair:
                 async with followed(client) as seen:
                     await client.post(CHAT, json=chat(stream=False, model="a", max_tokens=1))
                     await until_told(seen, "sleeping")
@@ -403,19 +385,19 @@ async def test_slots_are_saved_and_restored_alike(folder: Path, tmp_path: Path) 
         ("x?action=save", {"filename": "one"}),
     ]
     with running_router(folder, slots=2, context=CONTEXT, extra=extra) as router:
-        async with both(router, cache_ram=10_000, slot_files={}) as clients:
+        async with both(router, cache_ram=10_000, slot_files={}) as pair:
             texts = [
                 [(await client.post("/completion", json=prompt)).json()["content"]]
-                for client, _ in clients
+                for client, _ in pair
             ]
             for path, body in asked:
-                await both_alike(clients, "POST", f"/slots/{path}", json=body | ONE)
-            for client, _ in clients:
+                await both_alike(pair, "POST", f"/slots/{path}", json=body | ONE)
+            for client, _ in pair:
                 await client.post("/models/unload", json=ONE)
                 await shows(client, "a", "unloaded")
             path, body = "/slots/0?action=restore&autoload=false", {"filename": "one"} | ONE
-            await both_alike(clients, "POST", path, json=body)
-            for (client, _), found in zip(clients, texts, strict=True):
+            await both_alike(pair, "POST", path, json=body)
+            for (client, _), found in zip(pair, texts, strict=True):
                 await client.post("/models/load", json=ONE)
                 await shows(client, "a", "loaded")
                 await client.post(path, json=body)

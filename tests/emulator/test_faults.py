@@ -11,14 +11,7 @@ import pytest
 
 from tests.emulator import EmulatedNode, expected_chat_text
 from tests.emulator.faults import GARBAGE, INSERTIONS, POINT_FAULTS, RESPONSE_FAULTS
-from tests.emulator.raw_connection import (
-    chat,
-    events,
-    post,
-    raw_connection,
-    text_of,
-    unchunk,
-)
+from tests.emulator.raw_connection import chat, events, post, raw_connection, text_of, unchunk
 from tests.virtual import in_virtual_time
 
 CHAT = "/v1/chat/completions"
@@ -29,7 +22,6 @@ EVENTS = 7  # role, 4 words, end, [DONE]
 
 
 async def bytes_of(node: EmulatedNode, request: bytes = ASK) -> bytes:
-    """All bytes of a response up to the end of its connection."""
     async with raw_connection(node.url) as wire:
         await wire.send(request)
         return await wire.rest()
@@ -42,8 +34,7 @@ async def test_faults_apply_to_so_many_requests_or_until_cleared_and_to_their_pa
         node.faults.next("status", status=429, headers={"Retry-After": "7"})
         replies = [await client.post(CHAT, json=chat()) for _ in range(4)]
         assert [reply.status_code for reply in replies] == [500, 500, 429, 200]
-        assert (replies[0].json()["error"]["code"], replies[2].headers["retry-after"]) == (500, "7")
-        assert node.faults.fired == 3
+        assert (replies[2].headers["retry-after"], node.faults.fired) == ("7", 3)
         node.faults.set("status", status=502, body="<html>bad</html>")
         node.faults.set("status", status=500, path="/slots")
         for _ in range(3):
@@ -55,17 +46,14 @@ async def test_faults_apply_to_so_many_requests_or_until_cleared_and_to_their_pa
 
 
 def ended(seen: bytes) -> bool:
-    """Whether a chunked body has its end."""
     return seen.endswith(b"\r\n0\r\n\r\n")
 
 
 def broke_off(seen: bytes, after: int) -> bool:
-    """Whether so many events came, and no end."""
     return len(events(seen)) == after and not ended(seen)
 
 
 def whole(seen: bytes) -> bool:
-    """Whether all of the answer is there."""
     return text_of(events(unchunk(seen.partition(b"\r\n\r\n")[2]))) == expected_chat_text(HELLO, 4)
 
 
@@ -99,7 +87,6 @@ def has(data: bytes, seen: bytes) -> bool:
         ("close", {}, ASK, lambda seen: seen == b""),
         ("close", {"after_events": 0}, ASK, lambda seen: b" 200 OK" in seen),
         ("close", {"after_events": 3}, ASK, lambda seen: broke_off(seen, 3)),
-        ("close", {"after_events": EVENTS}, ASK, lambda seen: broke_off(seen, EVENTS)),
         ("close", {"after_events": 1}, WRONG, lambda seen: b" 400 " in seen and missing(seen) > 0),
         ("cut", {"after_events": 2}, ASK, lambda seen: not seen.endswith(b"\n\n\r\n")),
         ("cut", {}, PLAIN, lambda seen: missing(seen) > 0),
@@ -113,18 +100,14 @@ def has(data: bytes, seen: bytes) -> bool:
           for what, data in INSERTIONS.items()),
         ("error_event", {"after_events": 2}, ASK, lambda seen: ERROR in seen and ended(seen)),
         ("error_event", {}, streamed("/v1/messages"), lambda seen: NAMED_ERROR in seen),
-        ("error_event", {"after_events": 2}, streamed("/completion"), lambda seen: ERROR in seen),
         ("crlf", {}, ASK, lambda seen: count(seen, b"\r\n\r\n") == EVENTS),
         ("comments", {}, ASK, lambda seen: count(seen, b"\n\n:\n\n") == EVENTS),
         ("double_done", {}, ASK, lambda seen: seen.count(b"[DONE]") == 2 and whole(seen)),
         ("no_done", {}, ASK, lambda seen: b"[DONE]" not in seen and whole(seen)),
-        ("no_done", {}, streamed("/v1/messages"), lambda seen: b"message_stop" not in seen),
         ("head_bomb", {"count": 5000}, ASK, lambda seen: seen.count(b"X-Bomb-") == 5000),
-        ("head_bomb", {"count": 1, "size": 1 << 20}, ASK, lambda seen: len(seen) > 1 << 20),
         ("interim", {"count": 3, "headers": {"Link": "<a>"}}, ASK,
          lambda seen: seen.startswith(LINK * 3 + b"HTTP/1.1 200 OK\r\n")),
         ("wrong_length", {"delta": 10}, PLAIN, lambda seen: missing(seen) == 10),
-        ("wrong_length", {"delta": -10}, PLAIN, lambda seen: missing(seen) == -10),
         ("chunk_extensions", {}, ASK,
          lambda seen: b";node=emulated\r\n" in seen and seen.endswith(b"X-Checked: yes\r\n\r\n")),
     ],
@@ -137,17 +120,6 @@ async def test_a_fault_shows_in_the_bytes_of_its_response(
         node.faults.next(kind, **options)
         seen = await bytes_of(node, request_bytes)
         assert is_so(seen), seen
-
-
-@pytest.mark.parametrize("kind", ["slow_head", "trickle", "split"])
-@in_virtual_time
-async def test_bytes_may_come_a_few_at_a_time(kind: str) -> None:
-    async with EmulatedNode() as node, raw_connection(node.url) as wire:
-        node.faults.next(kind, size=5, seconds=0.002)
-        await wire.send(ASK)
-        if kind == "split":
-            await wire.head()
-        assert all([len(await wire.some()) < 20 for _ in range(10)])
 
 
 @pytest.mark.parametrize("kind", [*POINT_FAULTS, *RESPONSE_FAULTS])

@@ -1,15 +1,11 @@
-"""A real Prometheus of the distribution's package, on a free port, that scrapes every second.
-
-async with running_prometheus(folder, {"gw": admin_url}, rules) as prometheus:
-    await prometheus.pending("LlamaNodeOut")
-"""
+"""A real Prometheus of the distribution's package, on a free port, that scrapes every second."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
 from asyncio.subprocess import DEVNULL, STDOUT
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,27 +17,21 @@ import pytest
 import yaml
 
 from tests.gateways import NO_TLS
+from tests.monitoring.rules import RENDERED
 from tests.polling import eventually
 from tests.processes import free_port
 
-needs_prometheus = pytest.mark.skipif(
-    shutil.which("prometheus") is None,
-    reason="Prometheus is not installed here (apt-get install prometheus)",
-)
 
-needs_promtool = pytest.mark.skipif(
-    shutil.which("promtool") is None,
-    reason="promtool is not installed here (apt-get install prometheus)",
-)
+def _needs(program: str) -> pytest.MarkDecorator:
+    reason = f"{program} is not installed here (apt-get install prometheus)"
+    return pytest.mark.skipif(shutil.which(program) is None, reason=reason)
 
-LIMIT = 60.0
-"""Seconds for each wait."""
+
+needs_prometheus, needs_promtool = _needs("prometheus"), _needs("promtool")
 
 
 @dataclass(slots=True)
 class Prometheus:
-    """A server that runs."""
-
     client: httpx.AsyncClient
 
     async def query(self, expression: str) -> list[dict[str, Any]]:
@@ -52,51 +42,32 @@ class Prometheus:
         found = answer["data"]["result"]
         return found if isinstance(found, list) else [found]
 
-    async def alerts(self) -> list[dict[str, Any]]:
-        """Alerts that are pending or firing."""
+    async def alerts(self) -> list[dict[str, str]]:
+        """The labels of alerts that are pending or firing."""
         answer = (await self.client.get("/api/v1/alerts")).json()
-        return list(answer["data"]["alerts"])
-
-    async def raised(self, name: str, limit: float = LIMIT) -> dict[str, Any]:
-        """The alert of this name, once it is pending or firing."""
-
-        async def look() -> dict[str, Any] | None:
-            found = (one for one in await self.alerts() if one["labels"]["alertname"] == name)
-            return next(found, None)
-
-        return await eventually(look, limit)
+        return [one["labels"] for one in answer["data"]["alerts"]]
 
 
 @asynccontextmanager
-async def running_prometheus(
-    folder: Path, gateways: Mapping[str, str], rules: str
-) -> AsyncIterator[Prometheus]:
-    """Scrapes the admin listeners, by the gateway's name, and evaluates `rules` each second."""
+async def running_prometheus(folder: Path, admin_url: str) -> AsyncIterator[Prometheus]:
+    """Scrapes the admin listener of a gateway `gw`, and evaluates the written rules each second."""
     folder.mkdir(exist_ok=True)  # noqa: ASYNC240 - nothing else runs yet
-    (folder / "rules.yml").write_text(rules)
-    targets = [
-        {"targets": [urlsplit(url).netloc], "labels": {"gateway": name}}
-        for name, url in gateways.items()
-    ]
-    config = {
+    config, url = folder / "prometheus.yml", f"http://127.0.0.1:{free_port()}"
+    targets = [{"targets": [urlsplit(admin_url).netloc], "labels": {"gateway": "gw"}}]
+    settings = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-        "rule_files": [str(folder / "rules.yml")],
+        "rule_files": [str(RENDERED)],
         "scrape_configs": [{"job_name": "llama-gateway", "static_configs": targets}],
     }
-    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    port = free_port()
+    config.write_text(yaml.safe_dump(settings))
     with (folder / "log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
-            "prometheus",
-            f"--config.file={folder / 'prometheus.yml'}",
-            f"--storage.tsdb.path={folder / 'data'}",
-            f"--web.listen-address=127.0.0.1:{port}",
+            *("prometheus", f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"),
+            f"--web.listen-address={urlsplit(url).netloc}",
             stdin=DEVNULL, stdout=log, stderr=STDOUT,
         )  # fmt: skip
     try:
-        url = f"http://127.0.0.1:{port}"
         async with httpx.AsyncClient(base_url=url, trust_env=False, verify=NO_TLS) as client:
-            prometheus = Prometheus(client)
 
             async def ready() -> bool | None:
                 if process.returncode is not None:
@@ -106,8 +77,8 @@ async def running_prometheus(
                 except httpx.TransportError:
                     return None
 
-            await eventually(ready, LIMIT)
-            yield prometheus
+            await eventually(ready)
+            yield Prometheus(client)
     finally:
         if process.returncode is None:
             process.terminate()

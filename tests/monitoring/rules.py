@@ -22,7 +22,6 @@ HEADER = """\
 
 
 def rules() -> str:
-    """The rules with the role's defaults."""
     import jinja2
 
     defaults = yaml.safe_load((ROLE / "defaults" / "main.yml").read_text())
@@ -34,18 +33,15 @@ def rules() -> str:
 
 
 def written_rules() -> list[dict[str, Any]]:
-    """Each rule of the written file."""
     groups = yaml.safe_load(RENDERED.read_text())["groups"]
     return [rule for group in groups for rule in group["rules"]]
 
 
 def alerts() -> list[dict[str, Any]]:
-    """Each alert of the written file."""
     return [rule for rule in written_rules() if "alert" in rule]
 
 
 def recorded() -> set[str]:
-    """The series that recording rules make."""
     return {rule["record"] for rule in written_rules() if "record" in rule}
 
 

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,20 +32,14 @@ from tests.emulator import EmulatedNode
 from tests.gateway_processes import Succession, serving
 from tests.gateways import NO_TLS
 from tests.monitoring.prometheus import Prometheus, needs_prometheus, running_prometheus
-from tests.monitoring.rules import RENDERED
 from tests.polling import eventually
 
-SOON = 10.0
-"""Seconds within which a fault shows."""
+SOON = 10.0  # seconds within which a fault shows
+SLOWNESS = 30.0  # the same of a node that is slow: only requests tell
+PATIENCE = 100.0  # seconds for all other waits
+SPEED, SLOW_SPEED = 40.0, 8.0  # tokens a second
 
-SLOWNESS = 30.0
-"""The same of a node that is slow: only requests tell."""
-
-PATIENCE = 100.0
-"""Seconds for all other waits."""
-
-SPEED, SLOW_SPEED = 40.0, 8.0
-"""Tokens a second."""
+Look = Callable[[], Awaitable[bool]]
 
 DESKS = [new_key(f"desk{number}") for number in range(5)]
 CROWD = [new_key(f"crowd{number}") for number in range(12)]
@@ -63,24 +57,22 @@ SETTINGS: dict[str, Any] = {
 
 
 def spill(money: float) -> dict[str, Any]:
-    """The settings with this budget for GPUs."""
-    return SETTINGS | {"hybrid": {"spill": {"after": 0, "money_per_hour": money}}}
+    return {"hybrid": {"spill": {"after": 0, "money_per_hour": money}}}
 
 
 @dataclass(frozen=True)
 class Sign:
-    """What a fault is to show."""
-
     fault: str
-    problem: str
-    """The problem's id."""
-    words: tuple[str, ...]
-    """Of title, cause, remedy and command."""
+    problem: str  # the problem's id
+    words: tuple[str, ...]  # of title, cause, remedy and command
     alert: str
     labels: dict[str, str] = field(default_factory=dict)
     limit: float = SOON
-    alert_lasts: bool = False
-    """Whether the alert looks minutes back."""
+    alert_lasts: bool = False  # whether the alert looks minutes back
+
+    def is_among(self, texts: Iterable[str]) -> bool:
+        """Whether one of the texts has all words."""
+        return any(all(word in " ".join(text.split()) for word in self.words) for text in texts)
 
 
 KILLED = Sign(
@@ -124,8 +116,6 @@ FLOOD = Sign(
 
 @dataclass
 class Drill:
-    """Looks at all four places."""
-
     gateway: Succession
     page: WatchedPage
     top: Top
@@ -145,19 +135,18 @@ class Drill:
         """Wait until the fault, which was made since `begin`, shows everywhere."""
         began = self.began
         limit = sign.limit - (time.monotonic() - began)
-        places: dict[str, Callable[[], Awaitable[bool]]] = {
+        places: dict[str, Look] = {
             "dashboard": lambda: self._on_page(sign),
             "top": lambda: self._in_top(sign),
             "log": lambda: self._in_log(sign),
             "alert": lambda: self._as_alert(sign),
         }
+        waits = (
+            _seconds_until(look, began, limit, f"{sign.fault}: {place}")
+            for place, look in places.items()
+        )
         try:
-            took = await asyncio.gather(
-                *(
-                    _seconds_until(look, began, limit, f"{sign.fault}: {place}")
-                    for place, look in places.items()
-                )
-            )
+            took = await asyncio.gather(*waits)
         except AssertionError as error:
             raise AssertionError(f"{error}; {await self._what_shows()}") from None
         self.rows.append((sign.fault, dict(zip(places, took, strict=True))))
@@ -184,43 +173,34 @@ class Drill:
 
     async def _on_page(self, sign: Sign) -> bool:
         # A problem is a line: cause and remedy are what it unfolds.
-        texts = await self.page.page.locator(".problem").all_text_contents()
-        return any(_has(sign, text) for text in texts)
+        return sign.is_among(await self.page.page.locator(".problem").all_text_contents())
 
     async def _in_top(self, sign: Sign) -> bool:
         shown = str(self.top.query_one("#all-problems", Static).visual)
-        return any(_has(sign, line) for line in shown.splitlines())
+        return sign.is_among(shown.splitlines())
 
     async def _in_log(self, sign: Sign) -> bool:
         lines = self.gateway.lines[self.lines_before :]
-        return any(
-            one["event"] == "problem" and one["id"] == sign.problem and _has(sign, json.dumps(one))
-            for one in lines
-        )
+        problems = (one for one in lines if one["event"] == "problem" and one["id"] == sign.problem)
+        return sign.is_among(map(json.dumps, problems))
 
     async def _as_alert(self, sign: Sign) -> bool:
-        return any(
-            one["labels"]["alertname"] == sign.alert
-            and sign.labels.items() <= one["labels"].items()
-            for one in await self.prometheus.alerts()
-        )
+        wanted = {"alertname": sign.alert, **sign.labels}
+        return any(wanted.items() <= one.items() for one in await self.prometheus.alerts())
 
     async def requests_of_nodes(self) -> dict[str, int]:
-        """How many each has had."""
         async with httpx.AsyncClient(trust_env=False, verify=NO_TLS) as admin:
             nodes = (await admin.get(f"{self.gateway.admin_url}/admin/nodes")).json()["nodes"]
         return {one["name"]: one["requests"] for one in nodes}
 
     async def _what_shows(self) -> str:
         texts = await self.page.page.locator(".problem").all_text_contents()
-        alerts = [one["labels"] for one in await self.prometheus.alerts()]
         return (
-            f"the page: {texts}, the log: {self.gateway.logged('problem')}, alerts: {alerts}, "
-            f"requests: {await self.requests_of_nodes()}"
+            f"the page: {texts}, the log: {self.gateway.logged('problem')}, "
+            f"alerts: {await self.prometheus.alerts()}, requests: {await self.requests_of_nodes()}"
         )
 
     def table(self) -> str:
-        """What was measured, in the order of the drill."""
         titles = ("dashboard", "top", "log", "alert", "gone")
         lines = [f"{'fault':<18}" + "".join(f"{title:>11}" for title in titles)]
         for fault, row in self.rows:
@@ -228,14 +208,7 @@ class Drill:
         return "\n".join(lines)
 
 
-def _has(sign: Sign, text: str) -> bool:
-    text = " ".join(text.split())
-    return all(word in text for word in sign.words)
-
-
-async def _seconds_until(
-    look: Callable[[], Awaitable[bool]], began: float, limit: float, what: str
-) -> float:
+async def _seconds_until(look: Look, began: float, limit: float, what: str) -> float:
     async def found() -> float | None:
         return time.monotonic() - began if await look() else None
 
@@ -260,10 +233,7 @@ async def a_drill(
         enter = stack.enter_async_context
         python = (sys.executable, "-m", "gateway")
         gateway = await enter(serving(folder, nodes, *command, *python, settings=settings))
-        rules = RENDERED.read_text()
-        prometheus = await enter(
-            running_prometheus(folder / "prometheus", {"gw": gateway.admin_url}, rules)
-        )
+        prometheus = await enter(running_prometheus(folder / "prometheus", gateway.admin_url))
         page = await enter(a_page(await enter(a_browser()), gateway.admin_url))
         admin = stack.enter_context(AdminClient(gateway.admin_url, None))
         top = Top(admin, time.monotonic)
@@ -277,8 +247,6 @@ async def a_drill(
 
 
 class Clients:
-    """Those who ask the gateway at `url`."""
-
     def __init__(self, url: str) -> None:
         self.http = httpx.AsyncClient(
             base_url=url, trust_env=False, verify=NO_TLS, timeout=PATIENCE,
@@ -286,12 +254,10 @@ class Clients:
         )  # fmt: skip
 
     async def post(self, key: ApiKey, path: str, **request: Any) -> httpx.Response:
-        """Send a request with this key."""
         headers = {"authorization": f"Bearer {key.text}"}
         return await self.http.post(path, headers=headers, **request)
 
     async def chat(self, key: ApiKey, tokens: int = 16) -> int:
-        """The status of a short chat."""
         body = {"messages": [{"role": "user", "content": f"Hello {key.id}"}], "max_tokens": tokens}
         return (await self.post(key, "/v1/chat/completions", json=body)).status_code
 
@@ -316,7 +282,6 @@ class Clients:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def upload(self, lines: int) -> httpx.Response:
-        """The input of a batch."""
         body = {"messages": [{"role": "user", "content": "Hi"}], "model": "demo", "max_tokens": 16}
         one = {"method": "POST", "url": "/v1/chat/completions", "body": body}
         text = "\n".join(json.dumps({"custom_id": f"{n}", **one}) for n in range(lines))
@@ -324,25 +289,22 @@ class Clients:
         return await self.post(BATCHER, "/v1/files", data={"purpose": "batch"}, files=files)
 
     async def batch(self, lines: int) -> str:
-        """The id of a new batch."""
         file = (await self.upload(lines)).json()["id"]
-        asked = {
-            "input_file_id": file,
-            "endpoint": "/v1/chat/completions",
-            "completion_window": "24h",
-        }
+        made = {"input_file_id": file, "endpoint": "/v1/chat/completions"}
+        asked = made | {"completion_window": "24h"}
         return str((await self.post(BATCHER, "/v1/batches", json=asked)).json()["id"])
 
-    async def look_at(self, batch: str) -> dict[str, Any]:
-        """The batch now."""
+    async def until(self, batch: str, holds: Callable[[dict[str, Any]], bool]) -> None:
         headers = {"authorization": f"Bearer {BATCHER.text}"}
-        found = (await self.http.get(f"/v1/batches/{batch}", headers=headers)).json()
-        assert isinstance(found, dict)
-        return found
+
+        async def look() -> bool | None:
+            found = await self.http.get(f"/v1/batches/{batch}", headers=headers)
+            return holds(found.json()) or None
+
+        await eventually(look, PATIENCE)
 
 
 def _fill(path: Path) -> None:
-    """Take all that the disk has."""
     with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
         while file.write(bytes(1 << 20)):
             pass
@@ -409,14 +371,11 @@ async def _drill(
     await drill.sees_no_more(KILLED)
 
     await drill.begin(SWAPPED)
-    await cpu_b.kill()
-    cpu_b.engine.model = "tiny"
-    await cpu_b.revive()
-    await drill.sees(SWAPPED)
-    await cpu_b.kill()
-    cpu_b.engine.model = "demo"
-    await cpu_b.revive()
-    await drill.sees_no_more(SWAPPED)
+    for model, seen in (("tiny", drill.sees), ("demo", drill.sees_no_more)):
+        await cpu_b.kill()
+        cpu_b.engine.model = model
+        await cpu_b.revive()
+        await seen(SWAPPED)
 
     await drill.begin(QUEUE)
     async with clients.asking(CROWD * 7, tokens=2000):
@@ -425,10 +384,7 @@ async def _drill(
 
     batch = await clients.batch(lines=60)
 
-    async def has_begun() -> bool | None:
-        return (await clients.look_at(batch))["request_counts"]["completed"] > 0 or None
-
-    await eventually(has_begun, PATIENCE)
+    await clients.until(batch, lambda found: bool(found["request_counts"]["completed"]))
     await drill.begin(DISK)
     # The gateway's own view of its files.
     ballast = Path(f"/proc/{drill.gateway.first.pid}/root{disk}/ballast")
@@ -438,10 +394,7 @@ async def _drill(
     ballast.unlink()  # noqa: ASYNC240 - it takes no time
     await drill.sees_no_more(DISK)
 
-    async def has_ended() -> bool | None:
-        return (await clients.look_at(batch))["status"] == "completed" or None
-
-    await eventually(has_ended, PATIENCE)
+    await clients.until(batch, lambda found: bool(found["status"] == "completed"))
 
     # With fewer clients than that, each would rather wait for the other node.
     async with clients.asking(CROWD):

@@ -7,8 +7,8 @@ a picture is not that of its figures.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import sys
 from pathlib import Path
 
 import msgspec
@@ -31,21 +31,12 @@ def drawn() -> dict[Path, str]:
     }
 
 
-def main() -> None:
-    """Record if asked, and draw."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.pictures",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--record", action="store_true", help="make the recording anew")
-    if parser.parse_args().record:
-        run = msgspec.json.encode(asyncio.run(record()))
-        RECORDING.write_bytes(msgspec.json.format(run, indent=1) + b"\n")
+if __name__ == "__main__":
+    if sys.argv[1:] not in ([], ["--record"]):
+        raise SystemExit(__doc__)
+    if sys.argv[1:]:
+        made = msgspec.json.encode(asyncio.run(record()))
+        RECORDING.write_bytes(msgspec.json.format(made, indent=1) + b"\n")
     for path, picture in drawn().items():
         path.write_text(picture)
         print(f"{path.name}: {len(picture):,} bytes")
-
-
-if __name__ == "__main__":
-    main()

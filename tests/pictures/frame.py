@@ -56,7 +56,6 @@ def text(x: float, y: float, words: str, class_: str = "") -> str:
 
 
 def box(x: float, y: float, width: float, height: float, class_: str, more: str = "") -> str:
-    """Return a rectangle."""
     more = f" {more}" if more else ""
     return (
         f'<rect class="{class_}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"{more}/>'

@@ -15,10 +15,10 @@ import itertools
 import json
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
@@ -39,10 +39,9 @@ from tests.servers import (
 
 NODES = ("node-a", "node-b", "node-c")
 SLOTS = 2
-CONTEXT = 4096  # tokens of a slot
 ASKED_EVERY = 0.05  # seconds between two looks at the admin API
-EXACT = ("--exact",)
-"""They compute alike, whether they write a token or read it: then texts can be compared."""
+# Exact ones compute alike, whether they write a token or read it: then texts can be compared.
+SERVERS: dict[str, Any] = {"slots": SLOTS, "context": 4096, "size": "medium", "extra": ("--exact",)}
 AWAY = 6.0  # seconds from the kill until its server is started again
 WRITTEN_BEFORE = 25  # tokens that each stream must have been sent when its node is killed
 RUN_LIMIT = 300.0  # seconds
@@ -60,9 +59,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-class Ask(msgspec.Struct, frozen=True):
-    """A request that the run sends."""
-
+class Ask(NamedTuple):
     at: float  # seconds after the begin, or after the kill
     caller: str
     prompt_words: int
@@ -77,8 +74,7 @@ BEFORE = (
     Ask(0.6, "search", 120, 110),
     Ask(0.9, "report", 170, 190),
     Ask(1.5, "chat", 40, 100),
-)
-"""They leave a slot free, so that a stream whose node is killed can go on at once."""
+)  # they leave a slot free, so that a stream whose node is killed can go on at once
 AFTER = (
     Ask(0.8, "search", 80, 40),
     Ask(2.0, "chat", 30, 90),
@@ -99,8 +95,7 @@ class Spell(msgspec.Struct):
     node: str
     begin: float
     end: float
-    writing: float | None = None
-    """When the first words of this node came; None: it only read."""
+    writing: float | None = None  # when the first words of this node came; None: it only read
 
 
 class Life(msgspec.Struct):
@@ -114,6 +109,11 @@ class Life(msgspec.Struct):
     waits: list[tuple[float, float]]
     spells: list[Spell]
 
+    @property
+    def was_moved(self) -> bool:
+        """Whether several nodes wrote its words."""
+        return sum(spell.writing is not None for spell in self.spells) > 1
+
 
 class Away(msgspec.Struct):
     """From the kill of a node to the moment from which the gateway sent it requests again."""
@@ -124,21 +124,17 @@ class Away(msgspec.Struct):
 
 
 class Recording(msgspec.Struct):
-    """A whole run."""
-
     date: str
     server: str
-    slots: dict[str, int]
-    """By node."""
+    slots: dict[str, int]  # by node
     callers: list[str]
     seconds: float
     away: Away
-    same_text: bool
-    """Whether each stream that moved has the text that an undisturbed server writes."""
+    same_text: bool  # whether each stream that moved has the text that an undisturbed server writes
     lives: list[Life]
 
 
-class Look(msgspec.Struct, frozen=True):
+class Look(NamedTuple):
     """What the admin API said of a request at a moment."""
 
     at: float
@@ -146,53 +142,14 @@ class Look(msgspec.Struct, frozen=True):
     node: str | None
     attempts: int
 
-    def is_as(self, other: Look) -> bool:
-        """Whether it says the same of another moment."""
-        return (self.state, self.node, self.attempts) == (other.state, other.node, other.attempts)
-
-
-def life_of(
-    ask: Ask, looks: Sequence[Look], words: Sequence[float], arrived: float, ended: float, ok: bool
-) -> Life:
-    """Return a request's life: where it was by the looks, and what it did there by its words.
-
-    A look holds until the next one. A node reads from when the request came to it until the first
-    word that arrives while it has the request, and writes from then on. Between two nodes a request
-    waits.
-    """
-    life = Life(ask.caller, arrived, ended, "whole" if ok else "failed", len(words), [], [])
-    until = [*(look.at for look in looks[1:]), ended]
-    attempts = 0
-    for look, end in zip(looks, until, strict=True):
-        begin = arrived if look is looks[0] else look.at
-        goes_on = bool(life.spells) and look.attempts == attempts and life.spells[-1].end == begin
-        if look.state == "running" and goes_on:
-            life.spells[-1].end = end
-        elif look.state == "running" and look.node is not None and look.attempts > attempts:
-            life.spells.append(Spell(look.node, begin, end))
-            attempts = look.attempts
-        elif life.waits and life.waits[-1][1] == begin:
-            life.waits[-1] = (life.waits[-1][0], end)
-        else:
-            life.waits.append((begin, end))
-    for spell in life.spells:
-        spell.writing = next((at for at in words if spell.begin <= at <= spell.end), None)
-    return life
-
-
-def was_moved(life: Life) -> bool:
-    """Whether several nodes wrote the words of this request."""
-    return sum(spell.writing is not None for spell in life.spells) > 1
-
 
 @dataclass
 class Stream:
     """A request of the run, as its client sees it."""
 
     ask: Ask
-    name: str
-    """Its `X-Request-ID`."""
-    body: dict[str, Any]
+    name: str = ""  # its `X-Request-ID`
+    body: dict[str, Any] = field(default_factory=dict)
     arrived: float = 0.0
     ended: float = 0.0
     text: str = ""
@@ -200,11 +157,36 @@ class Stream:
     words: list[float] = field(default_factory=list)
     looks: list[Look] = field(default_factory=list)
 
+    def life(self) -> Life:
+        """Return its life: where it was by the looks, and what it did there by its words.
+
+        A look holds until the next one. A node reads from when the request came to it until the
+        first word that arrives while it has the request, and writes from then on. Between two nodes
+        a request waits.
+        """
+        outcome: Literal["whole", "failed"] = "whole" if self.ok else "failed"
+        life = Life(self.ask.caller, self.arrived, self.ended, outcome, len(self.words), [], [])
+        until = [*(look.at for look in self.looks[1:]), self.ended]
+        attempts = 0
+        for look, end in zip(self.looks, until, strict=True):
+            begin = self.arrived if look is self.looks[0] else look.at
+            same = bool(life.spells) and look.attempts == attempts and life.spells[-1].end == begin
+            if look.state == "running" and same:
+                life.spells[-1].end = end
+            elif look.state == "running" and look.node is not None and look.attempts > attempts:
+                life.spells.append(Spell(look.node, begin, end))
+                attempts = look.attempts
+            elif life.waits and life.waits[-1][1] == begin:
+                life.waits[-1] = (life.waits[-1][0], end)
+            else:
+                life.waits.append((begin, end))
+        for spell in life.spells:
+            spell.writing = next((at for at in self.words if spell.begin <= at <= spell.end), None)
+        return life
+
 
 @dataclass
 class Run:
-    """A run that goes on."""
-
     public: httpx.AsyncClient
     admin: httpx.AsyncClient
     begin: float
@@ -213,7 +195,6 @@ class Run:
     """Since when each node has which state."""
 
     def now(self) -> float:
-        """Seconds since the begin."""
         return round(time.monotonic() - self.begin, 2)
 
     async def send(self, stream: Stream) -> None:
@@ -227,8 +208,7 @@ class Run:
         ) as response:
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):
-                    event = json.loads(line.removeprefix("data: "))
-                    choices = event.get("choices") or [{}]
+                    choices = json.loads(line.removeprefix("data: ")).get("choices") or [{}]
                     if piece := choices[0].get("delta", {}).get("content"):
                         stream.text += piece
                         stream.words.append(self.now())
@@ -240,17 +220,15 @@ class Run:
         by_name = {stream.name: stream for stream in self.streams}
         while True:
             asked = self.now()
-            rows = (await self.admin.get("/admin/requests")).json()["requests"]
-            nodes = (await self.admin.get("/admin/nodes")).json()["nodes"]
-            for row in rows:
-                stream = by_name.get(row["request_id"])
+            for row in (await self.admin.get("/admin/requests")).json()["requests"]:
                 look = Look(asked, row["state"], row["node"], row["attempts"])
-                if stream and not (stream.looks and look.is_as(stream.looks[-1])):
+                stream = by_name.get(row["request_id"])
+                if stream and not (stream.looks and look[1:] == stream.looks[-1][1:]):
                     stream.looks.append(look)
-            for node in nodes:
-                states = self.states.setdefault(node["name"], [])
-                if not states or states[-1][1] != node["state"]:
-                    states.append((asked, node["state"]))
+            for name, state in (await _node_states(self.admin)).items():
+                states = self.states.setdefault(name, [])
+                if not states or states[-1][1] != state:
+                    states.append((asked, state))
             await asyncio.sleep(ASKED_EVERY)
 
     def node_amid(self) -> str | None:
@@ -259,23 +237,48 @@ class Run:
         With a slot free elsewhere, one of its streams can go on at once.
         """
         running = [stream for stream in self.streams if stream.looks and not stream.ended]
-        if len(running) == SLOTS * len(NODES) or any(
-            stream.looks[-1].state != "running" for stream in running
-        ):
+        waits = any(stream.looks[-1].state != "running" for stream in running)
+        if waits or len(running) == SLOTS * len(NODES):
             return None
         amid = [stream.looks[-1].node for stream in running if len(stream.words) >= WRITTEN_BEFORE]
         return next((name for name in NODES if amid.count(name) == SLOTS), None)
+
+    async def play(
+        self, servers: Mapping[str, DemoServer], start_again: Callable[[int], DemoServer]
+    ) -> Away:
+        """Send the traffic, kill a node amid it, and start it again on its port."""
+        watching = asyncio.create_task(self.watch())
+        again: DemoServer | None = None
+        try:
+            async with asyncio.timeout(RUN_LIMIT), asyncio.TaskGroup() as group:
+                before, after = self.streams[: len(BEFORE)], self.streams[len(BEFORE) :]
+                for stream in before:
+                    group.create_task(self.send(stream))
+                while (name := self.node_amid()) is None:
+                    assert not all(one.ended for one in before), "no node was amid two answers"
+                    await asyncio.sleep(ASKED_EVERY / 2)
+                killed = self.now()
+                servers[name].kill()
+                for stream in after:
+                    group.create_task(self.send(stream))
+                await asyncio.sleep(AWAY)
+                again = start_again(urlsplit(servers[name].url).port or 0)
+                await asyncio.to_thread(wait_for_demo_server, again)
+            back = [at for at, state in self.states[name] if state == "ready"]
+        finally:
+            watching.cancel()
+            await asyncio.wait([watching])
+            if again is not None:
+                stop_demo_server(again)
+        return Away(name, killed, min(at for at in back if at > killed + AWAY))
 
 
 def body_of(number: int, ask: Ask) -> dict[str, Any]:
     """Return a request's body: words of its own, and the most likely words as its answer."""
     words = itertools.islice(itertools.cycle(WORDS[number:] + WORDS[:number]), ask.prompt_words)
-    return {
-        "model": "demo",
-        "messages": [{"role": "user", "content": f"{number} {' '.join(words)}"}],
-        "max_tokens": ask.answer_tokens,
-        "temperature": 0,
-    }
+    messages = [{"role": "user", "content": f"{number} {' '.join(words)}"}]
+    length = {"max_tokens": ask.answer_tokens, "temperature": 0}
+    return {"model": "demo", "messages": messages, **length}
 
 
 def _client(url: str) -> httpx.AsyncClient:
@@ -289,13 +292,9 @@ async def record() -> Recording:
     """
     program = cache_folder() / PROGRAM
     binary = find_binary(program) if program.exists() else None
-    kind: dict[str, Any] = {
-        "slots": SLOTS,
-        "context": CONTEXT,
-        "size": "medium",
-        "extra": EXACT,
-        "binary": binary,
-    }
+    kind = {**SERVERS, "binary": binary}
+    asks = enumerate([*BEFORE, *AFTER])
+    streams = [Stream(ask, f"picture-{number}", body_of(number, ask)) for number, ask in asks]
     with (
         tempfile.TemporaryDirectory() as folder,
         running_demo_servers(len(NODES), **kind) as started,
@@ -303,80 +302,39 @@ async def record() -> Recording:
         servers = dict(zip(NODES, started, strict=True))
         nodes = [{"name": name, "url": one.url, "host": name} for name, one in servers.items()]
         keys = [{"id": key.id, "name": key.id, "sha256": key.sha256} for key in KEYS.values()]
-        settings = {**SETTINGS, "keys": keys}
         async with (
-            serving(Path(folder), nodes, settings=settings) as gateway,
+            serving(Path(folder), nodes, settings={**SETTINGS, "keys": keys}) as gateway,
             _client(gateway.url) as public,
             _client(gateway.admin_url) as admin,
         ):
-            run = Run(public, admin, time.monotonic(), [])
             async with asyncio.timeout(RUN_LIMIT):
-                while not await _all_ready(admin):  # noqa: ASYNC110 - another process
+                while set((await _node_states(admin)).values()) != {"ready"}:  # noqa: ASYNC110
                     await asyncio.sleep(ASKED_EVERY)
-            run.streams = [
-                Stream(ask, f"picture-{number}", body_of(number, ask))
-                for number, ask in enumerate([*BEFORE, *AFTER])
-            ]
-            run.begin = time.monotonic()
-            away = await _play(run, servers, lambda port: spawn_demo_server(port=port, **kind))
-        moved = [stream for stream in run.streams if was_moved(_life(stream))]
+            run = Run(public, admin, time.monotonic(), streams)
+            away = await run.play(servers, lambda port: spawn_demo_server(port=port, **kind))
         undisturbed = next(servers[name] for name in NODES if name != away.node)
+        lives = [stream.life() for stream in streams]
         async with _client(undisturbed.url) as client:
+            moved = (s for s, life in zip(streams, lives, strict=True) if life.was_moved)
             same = [await _text(client, stream) == stream.text for stream in moved]
     return Recording(
         date=time.strftime("%Y-%m-%d", time.gmtime()),
         server=f"llama-server {binary.version}" if binary else "the server of the wheel xllamacpp",
         slots=dict.fromkeys(NODES, SLOTS),
         callers=list(CALLERS),
-        seconds=max(stream.ended for stream in run.streams),
+        seconds=max(stream.ended for stream in streams),
         away=away,
         same_text=bool(same) and all(same),
-        lives=[_life(stream) for stream in run.streams],
+        lives=lives,
     )
 
 
-def _life(stream: Stream) -> Life:
-    return life_of(stream.ask, stream.looks, stream.words, stream.arrived, stream.ended, stream.ok)
-
-
-async def _all_ready(admin: httpx.AsyncClient) -> bool:
+async def _node_states(admin: httpx.AsyncClient) -> dict[str, str]:
     nodes = (await admin.get("/admin/nodes")).json()["nodes"]
-    return all(node["state"] == "ready" for node in nodes)
-
-
-async def _play(
-    run: Run, servers: Mapping[str, DemoServer], start_again: Callable[[int], DemoServer]
-) -> Away:
-    """Send the traffic, kill a node amid it, and start it again on its port."""
-    watching = asyncio.create_task(run.watch())
-    again: DemoServer | None = None
-    try:
-        async with asyncio.timeout(RUN_LIMIT), asyncio.TaskGroup() as group:
-            before, after = run.streams[: len(BEFORE)], run.streams[len(BEFORE) :]
-            for stream in before:
-                group.create_task(run.send(stream))
-            while (name := run.node_amid()) is None:
-                assert not all(stream.ended for stream in before), "no node was amid two answers"
-                await asyncio.sleep(ASKED_EVERY / 2)
-            killed = run.now()
-            servers[name].kill()
-            for stream in after:
-                group.create_task(run.send(stream))
-            await asyncio.sleep(AWAY)
-            again = start_again(urlsplit(servers[name].url).port or 0)
-            await asyncio.to_thread(wait_for_demo_server, again)
-        back = next(at for at, state in run.states[name] if at > killed + AWAY and state == "ready")
-    finally:
-        watching.cancel()
-        await asyncio.wait([watching])
-        if again is not None:
-            stop_demo_server(again)
-    return Away(name, killed, back)
+    return {node["name"]: node["state"] for node in nodes}
 
 
 async def _text(server: httpx.AsyncClient, stream: Stream) -> str:
     """Return what a server that nobody kills answers to the request."""
     response = await server.post("/v1/chat/completions", json=stream.body)
-    text = response.json()["choices"][0]["message"]["content"]
-    assert isinstance(text, str)
-    return text
+    return str(response.json()["choices"][0]["message"]["content"])

@@ -6,12 +6,12 @@ it from left to right.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from tests.pictures.frame import MARGIN, WIDTH, box, document, text
-from tests.pictures.recording import Life, Recording, Spell, was_moved
+from tests.pictures.recording import Life, Recording, Spell
 
 LEFT, RIGHT = 84, WIDTH - MARGIN  # pixels between which time passes
 TOP = 84  # where the first lane begins
@@ -48,6 +48,9 @@ AWAY = """\
 <path class="dash" d="M0 0V6"/></pattern>"""  # noqa: E501 - attributes of one element
 
 
+X = Callable[[float], float]  # where a moment is, in pixels
+
+
 @dataclass(frozen=True, slots=True)
 class Bar:
     """A part of a request's life in its lane; `y` is the lane's top, `number` the life's."""
@@ -56,14 +59,13 @@ class Bar:
     begin: float
     end: float
     y: float
-    spell: Spell | None
-    """None: it waits."""
+    spell: Spell | None  # none: it waits
 
 
 def picture(run: Recording) -> str:
-    """Return the run as an SVG."""
-    starts = _node_tops(run)
-    queue_top = TOP + sum(slots * LANE_STEP + NODE_GAP for slots in run.slots.values()) + 2
+    heights = [slots * LANE_STEP + NODE_GAP for slots in run.slots.values()]
+    *tops, queue_top = accumulate(heights, initial=float(TOP))
+    starts, queue_top = dict(zip(run.slots, tops, strict=True)), queue_top + 2
     waits, depth = _waits(run, queue_top)
     bars = [*_slots(run, starts), *waits]
     bottom = queue_top + depth * WAIT_STEP + 4
@@ -73,12 +75,19 @@ def picture(run: Recording) -> str:
         return round(LEFT + at * across, 1)
 
     colour = {caller: number for number, caller in enumerate(run.callers)}
-    tracks = list(_tracks(run, starts))
+    lanes = [tops + n * LANE_STEP for node, tops in starts.items() for n in range(run.slots[node])]
+    tracks = [box(LEFT, y, RIGHT - LEFT, LANE, "track", 'rx="3"') for y in lanes]
+    plot = (LEFT, TOP - 4, RIGHT - LEFT, bottom - TOP + 6)
+    stripes = "".join(STRIPES.format(n=number) for number in colour.values())
     body = [
-        _definitions(colour.values(), bottom),
+        f'<defs>{stripes}{AWAY}<clipPath id="plot">{box(*plot, "")}</clipPath></defs>',
         text(MARGIN, 30, HEAD, "head"),
         *_legend(run.callers),
-        *_labels(run, starts, queue_top),
+        *(
+            text(MARGIN, y + run.slots[name] * LANE_STEP / 2 + 3, name)
+            for name, y in starts.items()
+        ),
+        text(MARGIN, queue_top + WAIT, "queue"),
         *tracks,
         *_axis(run, bottom, x),
         *_away(run, starts, x),
@@ -86,31 +95,21 @@ def picture(run: Recording) -> str:
         *_moves(run, bars, x),
         *_kill(run, starts, x),
         '<g clip-path="url(#plot)"><g class="sweep">',
-        box(LEFT, TOP - 4, RIGHT - LEFT, bottom - TOP + 6, "cover"),
+        box(*plot, "cover"),
         *tracks,
-        f'<path class="now" d="M{LEFT} {TOP - 4}V{bottom}"/>',
+        f'<path class="now" d="M{LEFT} {TOP - 4}V{bottom:g}"/>',
         "</g></g>",
         *_words(run, bottom + 44),
     ]
     style = STYLE.format(
         period=SWEEP + REST, moved=100 * SWEEP / (SWEEP + REST), way=RIGHT - LEFT + 1
     )
-    return document(round(bottom + 44 + 2 * 18 + 16), _title(run), style, body)
-
-
-def _definitions(callers: Iterable[int], bottom: float) -> str:
-    """Return stripes for each caller, those of a node that is away, and where time passes."""
-    plot = box(LEFT, TOP - 4, RIGHT - LEFT, bottom - TOP + 6, "")
-    stripes = "".join(STRIPES.format(n=number) for number in callers)
-    return f'<defs>{stripes}{AWAY}<clipPath id="plot">{plot}</clipPath></defs>'
-
-
-def _node_tops(run: Recording) -> dict[str, float]:
-    tops, y = {}, float(TOP)
-    for node, slots in run.slots.items():
-        tops[node] = y
-        y += slots * LANE_STEP + NODE_GAP
-    return tops
+    title = (
+        f"What {sum(run.slots.values())} slots of {len(run.slots)} nodes do in {run.seconds:.0f} "
+        f"seconds. {run.away.node} is killed; other nodes continue its streams, and requests wait "
+        "in the gateway until a slot is free."
+    )
+    return document(round(bottom + 44 + 2 * 18 + 16), title, style, body)
 
 
 def _slots(run: Recording, tops: dict[str, float]) -> Iterator[Bar]:
@@ -162,34 +161,21 @@ def _legend(callers: Sequence[str]) -> Iterator[str]:
         x += LETTER * len(caller) + 32
 
 
-def _labels(run: Recording, tops: dict[str, float], queue_top: float) -> Iterator[str]:
-    for node, slots in run.slots.items():
-        yield text(MARGIN, tops[node] + (slots * LANE_STEP) / 2 + 3, node)
-    yield text(MARGIN, queue_top + WAIT, "queue")
-
-
-def _tracks(run: Recording, tops: dict[str, float]) -> Iterator[str]:
-    for node, slots in run.slots.items():
-        for lane in range(slots):
-            y = tops[node] + lane * LANE_STEP
-            yield box(LEFT, y, RIGHT - LEFT, LANE, "track", 'rx="3"')
-
-
-def _axis(run: Recording, bottom: float, x: Callable[[float], float]) -> Iterator[str]:
+def _axis(run: Recording, bottom: float, x: X) -> Iterator[str]:
     for second in range(0, int(run.seconds) + 1, TICK):
         yield f'<path class="grid" d="M{x(second):g} {TOP - 4}V{bottom:g}"/>'
         if x(second) < RIGHT - 30:
             yield text(x(second), bottom + 16, f"{second} s", "soft middle")
 
 
-def _away(run: Recording, tops: dict[str, float], x: Callable[[float], float]) -> Iterator[str]:
+def _away(run: Recording, tops: dict[str, float], x: X) -> Iterator[str]:
     begin, end = x(run.away.begin), x(run.away.end)
     for lane in range(run.slots[run.away.node]):
         y = tops[run.away.node] + lane * LANE_STEP
         yield box(begin, y, round(end - begin, 1), LANE, "away", 'rx="3"')
 
 
-def _bar(bar: Bar, life: Life, colour: dict[str, int], x: Callable[[float], float]) -> str:
+def _bar(bar: Bar, life: Life, colour: dict[str, int], x: X) -> str:
     n, begin, end = colour[life.caller], x(bar.begin), x(bar.end)
     if bar.spell is None:
         width = round(max(1.5, end - begin), 1)
@@ -198,7 +184,7 @@ def _bar(bar: Bar, life: Life, colour: dict[str, int], x: Callable[[float], floa
     parts = [box(begin, bar.y, round(writing - begin, 1), LANE, "", f'rx="3" fill="url(#r{n})"')]
     if bar.spell.writing is not None:
         parts.append(box(writing, bar.y, round(end - writing, 1), LANE, f"c{n}", 'rx="3"'))
-        goes_on = was_moved(life) and bar.spell is life.spells[-1]
+        goes_on = life.was_moved and bar.spell is life.spells[-1]
         words = [f"{life.caller} goes on", "goes on"] if goes_on else [life.caller]
         room = (end - writing - 8) / SMALL_LETTER
         if fits := [one for one in words if len(one) <= room]:
@@ -206,11 +192,11 @@ def _bar(bar: Bar, life: Life, colour: dict[str, int], x: Callable[[float], floa
     return "".join(parts)
 
 
-def _moves(run: Recording, bars: Sequence[Bar], x: Callable[[float], float]) -> Iterator[str]:
+def _moves(run: Recording, bars: Sequence[Bar], x: X) -> Iterator[str]:
     """Yield a line from each part of a stream's life that moved to the next one."""
     kills = 0
     for number, life in enumerate(run.lives):
-        if not was_moved(life):
+        if not life.was_moved:
             continue
         own = sorted((bar for bar in bars if bar.number == number), key=lambda bar: bar.begin)
         first = next(bar for bar in own if bar.spell is not None)
@@ -225,7 +211,7 @@ def _moves(run: Recording, bars: Sequence[Bar], x: Callable[[float], float]) -> 
         kills += 1
 
 
-def _kill(run: Recording, tops: dict[str, float], x: Callable[[float], float]) -> Iterator[str]:
+def _kill(run: Recording, tops: dict[str, float], x: X) -> Iterator[str]:
     away, top = run.away, tops[run.away.node]
     at, low = x(away.begin), top + run.slots[away.node] * LANE_STEP - (LANE_STEP - LANE)
     yield f'<path class="kill" d="M{at:g} {top - 3:g}V{low + 3:g}"/>'
@@ -243,7 +229,7 @@ def _kill(run: Recording, tops: dict[str, float], x: Callable[[float], float]) -
 
 def _words(run: Recording, y: float) -> Iterator[str]:
     """Yield what the run shows, in words that its figures bear out."""
-    streams = [life for life in run.lives if was_moved(life)]
+    streams = [life for life in run.lives if life.was_moved]
     gaps = [life.spells[1].begin - life.spells[0].end for life in streams]
     went = [f"one after {gap:.0f} s in the queue" if gap > 0.5 else "one at once" for gap in gaps]
     same = " The streams that moved have the text of an undisturbed run." if run.same_text else ""
@@ -257,11 +243,3 @@ def _words(run: Recording, y: float) -> Iterator[str]:
     )
     for number, line in enumerate(lines):
         yield text(MARGIN, y + 18 * number, line, "soft" if number == 2 else "")
-
-
-def _title(run: Recording) -> str:
-    return (
-        f"What {sum(run.slots.values())} slots of {len(run.slots)} nodes do in {run.seconds:.0f} "
-        f"seconds. {run.away.node} is killed; other nodes continue its streams, and requests wait "
-        "in the gateway until a slot is free."
-    )

@@ -8,7 +8,7 @@
 Eight emulated nodes of 5 to 60 tokens/s, in another order at each start, and one client that asks
 one request at a time: chats that share a system prompt. Gateway, nodes and client run in one
 process, in virtual time. The mean of some requests is divided by the fastest node's own: what the
-same requests take where there is no other node. Exit status: 0; 1 if a request failed.
+same requests take where there is no other node.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 
-from tests.bench.scheduling.fronts import MODEL, Speed, nodes
-from tests.bench.scheduling.play import UNKNOWN, ask
+from tests.bench.scheduling.fronts import Speed, nodes
+from tests.bench.scheduling.play import UNKNOWN, ask, chat_body
 from tests.bench.scheduling.trace import Shape, make
 from tests.gateways import running_gateway
+from tests.known import known
 from tests.virtual import VirtualLoop, now
 
 DECODES = (5.0, 8.0, 12.0, 18.0, 25.0, 35.0, 48.0, 60.0)
@@ -37,8 +37,16 @@ PARTS = ((5, 12), (5, 24), (13, 24))
 """Requests whose means are told: the first and the last, counted from 1."""
 
 
-class RequestFailedError(Exception):
-    """A request was not answered; the message says why."""
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Seconds that each request took, and the tokens/s of the node that served it."""
+
+    took: list[float] = field(default_factory=list)
+    by: list[float] = field(default_factory=list)
+
+    def mean(self, first: int, last: int) -> float:
+        """The mean of these requests, counted from 1."""
+        return fmean(self.took[first - 1 : last])
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +69,7 @@ class Start:
     async def _played(self, seed: int, folder: Path) -> Served:
         order = random.Random(seed).sample(self.decodes, len(self.decodes))
         trace = make(str(seed), 1.0, Shape(self.requests, 1, 1, self.system_tokens))
-        served = Served([], [])
+        served = Served()
         async with AsyncExitStack() as stack:
             speeds = [Speed(15 * decode, decode, 0.1 / decode) for decode in order]
             fleet = await stack.enter_async_context(nodes(speeds, 1.0, now))
@@ -76,37 +84,22 @@ class Start:
             ]
             gateway = running_gateway(folder, specs, rng=random.Random(seed))
             site = await stack.enter_async_context(gateway)
-            listener = site.gateway.public_listener
-            assert listener is not None
+            listener = known(site.gateway.public_listener)
+            of_gateway = site.gateway.fleet.nodes.values()
             await asyncio.sleep(self.wait)
             for session in trace.sessions:
                 messages = [
                     {"role": "system", "content": trace.systems[0]},
                     {"role": "user", "content": session.turns[0].question},
                 ]
-                body = {"model": MODEL, "messages": messages, "max_tokens": UNKNOWN}
-                body |= {"stream": True, "stream_options": {"include_usage": True}}
-                known = site.gateway.fleet.nodes.values()
-                before = [node.requests for node in known]
+                before = [node.requests for node in of_gateway]
+                body = chat_body(messages, UNKNOWN)
                 answer = await ask((listener.host, listener.port), body, 600.0, now)
-                if answer.problem:
-                    raise RequestFailedError(answer.problem)
+                assert not answer.problem, answer.problem
                 served.took.append(answer.done - answer.sent)
-                counts = zip(order, known, before, strict=True)
-                served.by.extend(decode for decode, node, count in counts if node.requests > count)
+                counts = zip(order, of_gateway, before, strict=True)
+                served.by.extend(decode for decode, node, n in counts if node.requests > n)
         return served
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """Seconds that each request took, and the tokens/s of the node that served it."""
-
-    took: list[float]
-    by: list[float]
-
-    def mean(self, first: int, last: int) -> float:
-        """The mean of these requests, counted from 1."""
-        return fmean(self.took[first - 1 : last])
 
 
 def ratios(start: Start, seed: int, folder: Path) -> tuple[list[float], Served]:
@@ -117,7 +110,7 @@ def ratios(start: Start, seed: int, folder: Path) -> tuple[list[float], Served]:
     return [served.mean(*part) / fastest.mean(*part) for part in parts], served
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main() -> None:
     """Play the starts and print a line for each."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench.scheduling.cold_start",
@@ -127,22 +120,17 @@ def main(words: Sequence[str] | None = None) -> int:
     add("--calibration", action=argparse.BooleanOptionalAction, default=True)
     add("--wait", type=float, default=60.0, help="seconds until the first request (default 60)")
     add("--one-host", action="store_true", help="all nodes on one host")
-    options = parser.parse_args(words)
+    options = parser.parse_args()
     start = Start(calibrate=options.calibration, wait=options.wait, one_host=options.one_host)
     found = []
     with tempfile.TemporaryDirectory(prefix="llama-gateway-cold-") as folder:
         for seed in range(1, STARTS + 1):
-            try:
-                factors, served = ratios(start, seed, Path(folder))
-            except RequestFailedError as error:
-                print(f"start {seed}: {error}", file=sys.stderr)
-                return 1
+            factors, served = ratios(start, seed, Path(folder))
             found.append(factors)
             print(f"start {seed}:", _words(factors), "by", *(f"{one:g}" for one in served.by))
     columns = list(zip(*found, strict=True))
     print("mean:", _words([fmean(column) for column in columns]))
     print("worst:", _words([max(column) for column in columns]))
-    return 0
 
 
 def _words(factors: Sequence[float]) -> str:
@@ -151,4 +139,4 @@ def _words(factors: Sequence[float]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -27,6 +27,14 @@ MODEL = "demo"
 ASKED = re.compile(r"Answer in (\d+) words\.")
 
 
+WITH_POLICY = """
+from gateway.cli import main
+from gateway.schedule.core.selection import POLICIES
+POLICIES["least_finish"] = POLICIES["{}"]
+main()
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Speed:
     """A node's speed in tokens/s; `step`: seconds that each further busy slot adds to a token."""
@@ -38,10 +46,6 @@ class Speed:
     def token(self, busy: int = 1) -> float:
         """Seconds from one token of a slot to its next while `busy` slots decode."""
         return 1 / self.decode + self.step * (busy - 1)
-
-    def scaled(self, scale: float) -> Speed:
-        """The same node, `scale` times as fast."""
-        return Speed(self.prefill * scale, self.decode * scale, self.step / scale)
 
 
 # One more slot makes a token a tenth slower: on a CPU it waits for memory, not for arithmetic.
@@ -57,21 +61,20 @@ def answer_tokens(prompt: str) -> int:
 
 @asynccontextmanager
 async def nodes(
-    fleet: Sequence[Speed], scale: float, clock: Callable[[], float] = time.monotonic
+    fleet: Sequence[Speed] = FLEET, scale: float = 1.0, clock: Callable[[], float] = time.monotonic
 ) -> AsyncIterator[list[EmulatedNode]]:
     """The nodes of a fleet, `scale` times as fast, in this process."""
     async with AsyncExitStack() as stack:
         started = []
         for speed in fleet:
-            fast = speed.scaled(scale)
             node = EmulatedNode(
                 slots=SLOTS,
                 context=CONTEXT,
                 context_train=CONTEXT,
                 model=MODEL,
-                prefill_tps=fast.prefill,
-                decode_tps=fast.decode,
-                decode_step=fast.step,
+                prefill_tps=speed.prefill * scale,
+                decode_tps=speed.decode * scale,
+                decode_step=speed.step / scale,
                 answer_tokens=answer_tokens,
                 batch=BATCH,
                 prefill_stalls=True,
@@ -102,31 +105,22 @@ def _gateway(*words: str, policy: str | None = None) -> Target:
         served = [*gateway(binary, plan, {}), *words]
         if policy is None:
             return served
-        return [sys.executable, "-m", "tests.bench.scheduling.with_policy", policy, *served[1:]]
+        return [sys.executable, "-c", WITH_POLICY.format(policy), *served[1:]]
 
     return replace(TARGETS["gateway"], command=command)
 
 
 def _nginx(binary: str, plan: Plan) -> list[str]:
-    return nginx(
-        binary,
-        plan,
-        http="  client_body_buffer_size 1m;",
-        server="""    proxy_set_header Connection close;
-    proxy_buffering off;""",
-    )
+    server = "proxy_set_header Connection close; proxy_buffering off;"
+    return nginx(binary, plan, http="client_body_buffer_size 1m;", server=server)
 
 
 def _haproxy(binary: str, plan: Plan) -> list[str]:
-    return haproxy(
-        binary,
-        plan,
-        defaults="""  option http-server-close
-  timeout queue 1h""",
-        server=f"maxconn {SLOTS}",
-    )
+    defaults = "  option http-server-close\n  timeout queue 1h"
+    return haproxy(binary, plan, defaults=defaults, server=f"maxconn {SLOTS}")
 
 
+_HAPROXY = replace(TARGETS["haproxy"], command=_haproxy)
 _POLICIES = ("least_loaded", "round_robin", "prefix_hash")
 
 FRONTS = {
@@ -135,16 +129,9 @@ FRONTS = {
         Front("gateway", "gateway, lengths known", _gateway()),
         Front("gateway-unknown", "gateway, lengths unknown", _gateway(), known=False),
         Front("nginx", "nginx least_conn", replace(TARGETS["nginx"], command=_nginx)),
-        Front(
-            "haproxy",
-            f"HAProxy leastconn, maxconn {SLOTS}",
-            replace(TARGETS["haproxy"], command=_haproxy),
-        ),
+        Front("haproxy", f"HAProxy leastconn, maxconn {SLOTS}", _HAPROXY),
         Front("edges", f"gateway with {EDGES} edges", _gateway("--edges", str(EDGES))),
-        *(
-            Front(policy, f"gateway, policy {policy}", _gateway(policy=policy))
-            for policy in _POLICIES
-        ),
+        *(Front(one, f"gateway, policy {one}", _gateway(policy=one)) for one in _POLICIES),
     )
 }
 OURS = ("gateway", "gateway-unknown")

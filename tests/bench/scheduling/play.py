@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 
 from tests.bench.load import Address, LoadConnection
+from tests.bench.scenarios import post
 from tests.bench.scheduling.fronts import MODEL
 from tests.bench.scheduling.trace import Trace, Turn
 from tests.emulator import expected_chat_text
 
 TOKEN = b'"content":"'
-PATH = "/v1/chat/completions"
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ async def ask(
     try:
         async with asyncio.timeout(limit):
             transport, _ = await loop.create_connection(lambda: exchange, *address)
-            exchange.send(_request(address, body))
+            exchange.send(post("/v1/chat/completions", json.dumps(body).encode()))
             answer.problem = await exchange.done
     except TimeoutError:
         answer.problem = f"no end after {limit:.0f} s"
@@ -90,15 +90,6 @@ async def ask(
     if not answer.problem:
         answer.problem = _read(bytes(exchange.body), answer)
     return answer
-
-
-def _request(address: Address, body: dict[str, Any]) -> bytes:
-    data = json.dumps(body).encode()
-    head = (
-        f"POST {PATH} HTTP/1.1\r\nHost: {address[0]}:{address[1]}\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    )
-    return head.encode() + data
 
 
 def _read(body: bytes, answer: Answer) -> str:
@@ -159,13 +150,9 @@ class Player:
 
     async def play(self, trace: Trace) -> list[Record]:
         """Play the whole trace. A session ends with the first request that fails."""
-        begin = self.clock()
-        async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(self._session(trace, which, begin))
-                for which in range(len(trace.sessions))
-            ]
-        return [record for task in tasks for record in task.result()]
+        begin, count = self.clock(), len(trace.sessions)
+        played = await asyncio.gather(*(self._session(trace, n, begin) for n in range(count)))
+        return [record for session in played for record in session]
 
     async def _session(self, trace: Trace, which: int, begin: float) -> list[Record]:
         session = trace.sessions[which]
@@ -175,36 +162,25 @@ class Player:
         for number, turn in enumerate(session.turns):
             await asyncio.sleep(turn.think / self.scale)
             messages.append({"role": "user", "content": turn.question})
+            body = chat_body(messages, turn.answer_tokens if self.known else UNKNOWN)
             limit = self.limit / self.scale
-            answer = await self.asking(self.address, self._body(messages, turn), limit, self.clock)
+            answer = await self.asking(self.address, body, limit, self.clock)
             problem = answer.problem or as_emulated(messages, turn, answer)
-            records.append(
-                Record(
-                    session=which,
-                    turn=number,
-                    sent=(answer.sent - begin) * self.scale,
-                    ttft=(answer.first - answer.sent) * self.scale if answer.first else 0.0,
-                    took=(answer.done - answer.sent) * self.scale,
-                    prompt=answer.prompt_tokens,
-                    cached=answer.cached_tokens,
-                    completion=answer.completion_tokens,
-                    problem=problem,
-                )
-            )
+            ttft = answer.first - answer.sent if answer.first else 0.0
+            times = ((answer.sent - begin) * self.scale, ttft * self.scale)
+            took = (answer.done - answer.sent) * self.scale
+            tokens = (answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens)
+            records.append(Record(which, number, *times, took, *tokens, problem))
             if problem:
                 break
             messages.append({"role": "assistant", "content": answer.text})
         return records
 
-    def _body(self, messages: list[dict[str, str]], turn: Turn) -> dict[str, Any]:
-        return {
-            "model": MODEL,
-            "messages": messages,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "temperature": 0,
-            "max_tokens": turn.answer_tokens if self.known else UNKNOWN,
-        }
+
+def chat_body(messages: list[dict[str, str]], max_tokens: int) -> dict[str, Any]:
+    """The body of a request of a trace."""
+    options = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0}
+    return {"model": MODEL, "messages": messages, "max_tokens": max_tokens, **options}
 
 
 def as_emulated(messages: list[dict[str, Any]], turn: Turn, answer: Answer) -> str:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from tests.bench.report import number, page, table
+from tests.bench.report import listed, number, page, table
 from tests.bench.scenarios import quantile
 from tests.bench.scheduling.fronts import FRONTS, OURS, PEERS
 from tests.bench.scheduling.play import Record
@@ -15,6 +15,7 @@ CAPACITY = "capacity"
 LOADS = {"light": 0.5, CAPACITY: 1.0, "above": 1.5}
 """Loads as shares of the fleet's capacity (`trace.py`)."""
 WORSE = 0.05  # the most by which a figure may be worse than another proxy's
+MARKS = ("<!-- bench-scheduling: begin -->", "<!-- bench-scheduling: end -->")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,33 +38,34 @@ class Played:
         return [record.problem for record in self.records if record.problem]
 
 
+Runs = Sequence[Sequence[Record]]
+
+
 @dataclass(frozen=True, slots=True)
 class Figure:
     """One figure of the records of some runs of one front under one load."""
 
     name: str
     title: str
-    of: Callable[[Sequence[Sequence[Record]]], float]
+    of: Callable[[Runs], float]
     more_is_better: bool = False
 
 
-def _mean(runs: Sequence[Sequence[Record]]) -> float:
+def _mean(runs: Runs) -> float:
     return sum(r.took for run in runs for r in run) / max(sum(map(len, runs)), 1)
 
 
-def _ttft(share: float) -> Callable[[Sequence[Sequence[Record]]], float]:
+def _ttft(share: float) -> Callable[[Runs], float]:
     return lambda runs: quantile([r.ttft for run in runs for r in run], share)
 
 
-def _rate(runs: Sequence[Sequence[Record]]) -> float:
+def _rate(runs: Runs) -> float:
     """Output tokens per second, from the first request of a trace to its last answer."""
-    seconds = sum(
-        max(r.sent + r.took for r in run) - min(r.sent for r in run) for run in runs if run
-    )
-    return sum(r.completion for run in runs for r in run) / max(seconds, 1e-9)
+    spans = (max(r.sent + r.took for r in run) - min(r.sent for r in run) for run in runs if run)
+    return sum(r.completion for run in runs for r in run) / max(sum(spans), 1e-9)
 
 
-def _cached(runs: Sequence[Sequence[Record]]) -> float:
+def _cached(runs: Runs) -> float:
     prompt = sum(r.prompt for run in runs for r in run)
     return sum(r.cached for run in runs for r in run) / max(prompt, 1)
 
@@ -75,18 +77,9 @@ FIGURES = (
     Figure("tokens_per_s", "tokens/s", _rate, more_is_better=True),
     Figure("cached", "prompt cached", _cached, more_is_better=True),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """A target: a ratio to nginx at capacity."""
-
-    figure: str
-    must: float
-    aim: float
-
-
-GOALS = (Goal("mean", 0.60, 0.50), Goal("ttft_p95", 0.50, 0.35))
+MEAN, P95 = FIGURES[0], FIGURES[2]
+GOALS = ((MEAN, 0.60, 0.50), (P95, 0.50, 0.35))
+"""Figures with what their ratio to nginx at capacity must be, and what it shall be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +89,21 @@ class Verdict:
     name: str
     value: float
     must: float
-    aim: float | None
-    kept: str
+    aim: float | None = None
+
+    @property
+    def kept(self) -> str:
+        if self.aim is not None and self.value <= self.aim:
+            return "aim"
+        return "must" if self.value <= self.must else "MISS"
+
+    def row(self) -> list[str]:
+        aim = f"<= {self.aim:g}" if self.aim else "-"
+        return [self.name, f"{self.value:.2f}", f"<= {self.must:g}", aim, self.kept]
 
 
 @dataclass(slots=True)
 class Results:
-    """All runs."""
-
     played: list[Played]
 
     def loads(self) -> list[str]:
@@ -126,175 +126,124 @@ class Results:
         ours, theirs = self.value(front, load, figure), self.value(peer, load, figure)
         return ours / theirs if ours is not None and theirs else None
 
-    def bound(self, front: str, load: str, name: str) -> float | None:
-        """The mean of a lower bound over the seeds."""
-        found = [played.bounds[name] for played in self.runs(front, load) if name in played.bounds]
-        return sum(found) / len(found) if found else None
-
     def verdicts(self) -> list[Verdict]:
         """The verdicts on those targets for which the runs suffice."""
         found = []
         for ours in OURS:
-            for goal in GOALS:
-                figure = next(f for f in FIGURES if f.name == goal.figure)
+            for figure, must, aim in GOALS:
                 ratio = self.ratio(ours, "nginx", CAPACITY, figure)
                 if ratio is not None:
-                    kept = _kept(ratio, goal.must, goal.aim)
                     name = f"{ours} at capacity: {figure.title} / nginx"
-                    found.append(Verdict(name, ratio, goal.must, goal.aim, kept))
-            if worst := self._worst(ours):
-                loss, name = worst
-                kept = "must" if loss <= 1 + WORSE else "MISS"
+                    found.append(Verdict(name, ratio, must, aim))
+            losses = []
+            for load in self.loads():
+                for peer in PEERS:
+                    for figure in FIGURES:
+                        if ratio := self.ratio(ours, peer, load, figure):
+                            loss = 1 / ratio if figure.more_is_better else ratio
+                            losses.append((loss, f"{figure.title} / {peer}, {load}"))
+            if losses:
+                loss, name = max(losses)
                 title = f"{ours}, worst figure against a peer: {name}"
-                found.append(Verdict(title, loss, 1 + WORSE, None, kept))
+                found.append(Verdict(title, loss, 1 + WORSE))
         return found
-
-    def _worst(self, ours: str) -> tuple[float, str] | None:
-        """The figure with the worst ratio to another proxy's, over all loads; above 1 is worse."""
-        found = []
-        for load in self.loads():
-            for peer in PEERS:
-                for figure in FIGURES:
-                    ratio = self.ratio(ours, peer, load, figure)
-                    if ratio:
-                        loss = 1 / ratio if figure.more_is_better else ratio
-                        found.append((loss, f"{figure.title} / {peer}, {load}"))
-        return max(found, default=None)
-
-
-def _kept(value: float, must: float, aim: float) -> str:
-    return "aim" if value <= aim else "must" if value <= must else "MISS"
-
-
-MARKS = ("<!-- bench-scheduling: begin -->", "<!-- bench-scheduling: end -->")
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """The command of a run, and the facts of its machine and of its plan."""
-
-    command: str
-    machine: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The output of a run."""
+    """The output of a run: `facts` are those of its machine and of its plan."""
 
+    results: Results
     tables: str
-    page: str
-    json: str
-    marks: tuple[str, str]
-    failed: bool
+    facts: Mapping[str, str]
+    marks: tuple[str, str] = MARKS
 
+    @property
+    def failed(self) -> bool:
+        return any(played.problems for played in self.results.played)
 
-def outcome(
-    results: Results, setting: Setting, text: str, marks: tuple[str, str] = MARKS
-) -> Outcome:
-    """The output of a run, of which `text` has the tables."""
-    failed = any(played.problems for played in results.played)
-    shown = page(setting.command, setting.machine, text)
-    return Outcome(text, shown, as_json(results, setting), marks, failed)
+    def page(self, command: str) -> str:
+        return page(command, self.facts, self.tables)
+
+    def as_json(self, command: str) -> str:
+        """Every request, the figures, the verdicts and the setting."""
+        found = self.results
+        figures = [
+            {"front": front, "load": load} | {f.name: found.value(front, load, f) for f in FIGURES}
+            for load in found.loads()
+            for front in found.fronts()
+        ]
+        verdicts = [asdict(one) | {"kept": one.kept} for one in found.verdicts()]
+        played = [asdict(one) for one in found.played]
+        setting = {"command": command, "machine": dict(self.facts)}
+        return json.dumps(setting | {"figures": figures, "verdicts": verdicts, "played": played})
 
 
 def figures(head: str, titles: Mapping[str, str], cell: Callable[[str, Figure], str]) -> str:
     """A row for each front of `titles`, a column for each figure."""
-    rows = [
-        [title, *(cell(front, figure) for figure in FIGURES)] for front, title in titles.items()
-    ]
+    rows = [[title, *(cell(front, f) for f in FIGURES)] for front, title in titles.items()]
     return table([head, *(figure.title for figure in FIGURES)], rows)
 
 
 def failures(results: Results) -> list[str]:
     """The runs in which requests failed: one list of them, or nothing."""
-    lines = [
-        f"- {p.front}, {p.load}, seed {p.seed}: {len(p.problems)}, the first: {p.problems[0]}"
-        for p in results.played
-        if p.problems
-    ]
-    return ["\n".join(["Failed, and counted in no figure:", "", *lines])] if lines else []
+    return listed(
+        "Failed",
+        (
+            f"{p.front}, {p.load}, seed {p.seed}: {len(p.problems)}, the first: {p.problems[0]}"
+            for p in results.played
+            if p.problems
+        ),
+    )
 
 
 def tables(results: Results) -> str:
     """The figures of each load, the verdicts, and how busy the cores were."""
-    parts = [_figures(results, load) for load in results.loads()]
+    titles = {front: FRONTS[front].title for front in results.fronts()}
+    parts = []
+    for load in results.loads():
+
+        def cell(front: str, figure: Figure, load: str = load) -> str:
+            value = results.value(front, load, figure)
+            if value is None:
+                return "-"
+            shown = f"{value:.0%}" if figure.name == "cached" else number(value)
+            peers = (peer for peer in PEERS if peer != front)
+            ratios = [results.ratio(front, peer, load, figure) for peer in peers]
+            text = ", ".join(f"{ratio:.2f}" for ratio in ratios if ratio is not None)
+            return f"{shown} ({text})" if text else shown
+
+        parts.append(figures(f"load: {load}, {LOADS[load]:g} x capacity", titles, cell))
+        parts += _bounds(results, load)
     if verdicts := results.verdicts():
-        rows = [
-            [v.name, f"{v.value:.2f}", f"<= {v.must:g}", f"<= {v.aim:g}" if v.aim else "-", v.kept]
-            for v in verdicts
-        ]
+        rows = [verdict.row() for verdict in verdicts]
         parts.append(table(["target", "measured", "must", "aim", "kept"], rows))
     parts.append(_cores(results))
     parts += failures(results)
     return "\n\n".join(parts) + "\n"
 
 
-def _figures(results: Results, load: str) -> str:
-    share = LOADS.get(load)
-    head = f"load: {load}" + (f", {share:g} x capacity" if share else "")
-    titles = {front: FRONTS[front].title for front in results.fronts()}
-    found = figures(head, titles, lambda front, figure: _cell(results, front, load, figure))
-    return "\n\n".join(filter(None, (found, _bounds(results, load))))
-
-
-def _cell(results: Results, front: str, load: str, figure: Figure) -> str:
-    value = results.value(front, load, figure)
-    if value is None:
-        return "-"
-    shown = f"{value:.0%}" if figure.name == "cached" else number(value)
-    ratios = [
-        results.ratio(front, peer, load, figure)
-        for peer in PEERS
-        if peer != front and peer in results.fronts()
-    ]
-    text = ", ".join(f"{ratio:.2f}" for ratio in ratios if ratio is not None)
-    return f"{shown} ({text})" if text else shown
-
-
-def _bounds(results: Results, load: str) -> str:
-    """Mean completion divided by the bounds that no scheduler can beat."""
+def _bounds(results: Results, load: str) -> list[str]:
+    """Mean completion divided by the bounds that no scheduler can beat, over the seeds."""
     rows = []
-    mean = FIGURES[0]
     for front in results.fronts():
-        alone, queued = (results.bound(front, load, name) for name in ("alone", "queued"))
-        value = results.value(front, load, mean)
-        if alone is None or queued is None or value is None:
-            continue
-        times = value / max(alone, queued)
-        rows.append([FRONTS[front].title, number(alone), number(queued), f"{times:.2f} x"])
+        found = [played.bounds for played in results.runs(front, load) if played.bounds]
+        value = results.value(front, load, MEAN)
+        if found and value is not None:
+            alone, queued = (sum(one[k] for one in found) / len(found) for k in ("alone", "queued"))
+            times = f"{value / max(alone, queued):.2f} x"
+            rows.append([FRONTS[front].title, number(alone), number(queued), times])
     head = ["lower bounds of the mean, s", "each alone", "one queue", "measured / the greater"]
-    return table(head, rows) if rows else ""
+    return [table(head, rows)] if rows else []
 
 
 def _cores(results: Results) -> str:
-    rows = []
-    for load in results.loads():
-        row = [load]
-        for front in results.fronts():
-            runs = results.runs(front, load)
-            shares = [
-                max((getattr(played, name) for played in runs), default=0.0)
-                for name in ("front_busy", "load_busy", "disturbed")
-            ]
-            row.append(" / ".join(f"{share:.0%}" for share in shares))
-        rows.append(row)
-    head = ["core busy, the busiest seed: front / nodes and clients / disturbed"]
-    return table([*head, *(FRONTS[front].title for front in results.fronts())], rows)
+    def cell(front: str, load: str) -> str:
+        runs = results.runs(front, load)
+        names = ("front_busy", "load_busy", "disturbed")
+        shares = [max((getattr(one, name) for one in runs), default=0.0) for name in names]
+        return " / ".join(f"{share:.0%}" for share in shares)
 
-
-def as_json(results: Results, setting: Setting) -> str:
-    """Every request, the figures, the verdicts and the setting."""
-    figures = [
-        {"front": front, "load": load}
-        | {figure.name: results.value(front, load, figure) for figure in FIGURES}
-        for load in results.loads()
-        for front in results.fronts()
-    ]
-    return json.dumps(
-        asdict(setting)
-        | {
-            "figures": figures,
-            "verdicts": [asdict(verdict) for verdict in results.verdicts()],
-            "played": [asdict(played) for played in results.played],
-        }
-    )
+    rows = [[load, *(cell(front, load) for front in results.fronts())] for load in results.loads()]
+    head = "core busy, the busiest seed: front / nodes and clients / disturbed"
+    return table([head, *(FRONTS[front].title for front in results.fronts())], rows)

@@ -22,18 +22,10 @@ from pathlib import Path
 from rich.console import Console
 
 from tests.bench.machine import cpu_seconds, waited_seconds
-from tests.bench.scheduling.fronts import FLEET, Front, Speed, nodes
-from tests.bench.scheduling.play import Player, Record
-from tests.bench.scheduling.report import FIGURES, LOADS, Played
-from tests.bench.scheduling.trace import (
-    Shape,
-    Trace,
-    least_work,
-    make,
-    mean_alone,
-    mean_queued,
-    session_rate,
-)
+from tests.bench.scheduling.fronts import FLEET, Front, nodes
+from tests.bench.scheduling.play import Player
+from tests.bench.scheduling.report import LOADS, MEAN, Played
+from tests.bench.scheduling.trace import Shape, Trace, bounds, make, session_rate
 from tests.bench.targets import Running, running
 
 WARM_UP = Shape(sessions=18, turns=2)
@@ -50,11 +42,10 @@ class Plan:
     folder: Path
     shape: Shape
     warm_up: Shape
-    fleet: Sequence[Speed] = FLEET
 
     def traces(self, load: str, seed: int) -> tuple[Trace, Trace, float]:
         """The warm-up, the measured trace, and its sessions per second."""
-        full = session_rate(make(f"{seed}", 1.0, self.shape), self.fleet)
+        full = session_rate(make(f"{seed}", 1.0, self.shape), FLEET)
         rate = full * LOADS[load]
         return make(f"warm-up {seed}", full, self.warm_up), make(f"{seed}", rate, self.shape), rate
 
@@ -82,17 +73,13 @@ class Rounds:
         return sorted(played, key=lambda p: (order_of.index(p.front), p.seed))
 
     async def _group(self, fronts: Sequence[Front], load: str, seed: int) -> list[Played]:
-        """Some fronts side by side."""
-        began = time.monotonic()
-        plan = self.plan
+        began, plan = time.monotonic(), self.plan
         warm_up, trace, rate = plan.traces(load, seed)
         self.rates.setdefault(load, []).append(rate)
         async with AsyncExitStack() as stack:
             runs = [await self._started(stack, front, load, seed) for front in fronts]
-            players = [
-                Player(run.address, plan.scale, front.known)
-                for run, front in zip(runs, fronts, strict=True)
-            ]
+            pairs = zip(runs, fronts, strict=True)
+            players = [Player(run.address, plan.scale, front.known) for run, front in pairs]
             await asyncio.gather(*(player.play(warm_up) for player in players))
             await asyncio.sleep(PAUSE / plan.scale)
             wall, load_cpu = time.perf_counter(), time.process_time()
@@ -106,43 +93,28 @@ class Rounds:
                     load=load,
                     seed=seed,
                     records=found,
-                    bounds=bounds(trace, found, plan.fleet),
+                    bounds=bounds(trace, found),
                     front_busy=(cpu_seconds(run.pid) - before) / wall if run.pid else 0.0,
                     load_busy=(time.process_time() - load_cpu) / wall,
                     disturbed=(waited_seconds(os.getpid()) - waited) / wall / (len(runs) + 1),
                 )
                 for front, run, before, found in zip(fronts, runs, cpu, records, strict=True)
             ]
-        tell(self.progress, played, time.monotonic() - began)
+        tell(self.progress, played, began)
         return played
 
     async def _started(self, stack: AsyncExitStack, front: Front, load: str, seed: int) -> Running:
-        """A front with a fleet of its own."""
-        fleet = await stack.enter_async_context(nodes(self.plan.fleet, self.plan.scale))
+        fleet = await stack.enter_async_context(nodes(scale=self.plan.scale))
         folder = self.plan.folder / f"{front.name}-{load}-{seed}"
         folder.mkdir()
         ports = tuple(node.port for node in fleet)
         return await stack.enter_async_context(running(front.target, folder, ports, self.core))
 
 
-def tell(progress: Console, played: Sequence[Played], seconds: float) -> None:
+def tell(progress: Console, played: Sequence[Played], began: float) -> None:
     """Print the mean completion of each front that has played a trace."""
-    means = ", ".join(f"{one.front} {FIGURES[0].of([one.records]):.2f}" for one in played)
+    means = ", ".join(f"{one.front} {MEAN.of([one.records]):.2f}" for one in played)
     failed = sum(len(one.problems) for one in played)
     problems = f", {failed} requests FAILED" if failed else ""
-    where = f"seed {played[0].seed}, {played[0].load}"
-    progress.print(f"{where}: mean completion {means}{problems}  [{seconds:.0f} s]")
-
-
-def bounds(trace: Trace, records: Sequence[Record], fleet: Sequence[Speed]) -> dict[str, float]:
-    """Lower bounds of the mean seconds in this run, for any scheduler."""
-    if len(records) < trace.requests or any(record.problem for record in records):
-        return {}
-    jobs = least_work(trace)
-    # Which request of a tenant reads the system prompt is the scheduler's choice: in the queue
-    # it is left out for all.
-    small = least_work(trace, systems=False)
-    return {
-        "alone": mean_alone([job for session in jobs for job in session], fleet),
-        "queued": mean_queued([(r.sent, small[r.session][r.turn]) for r in records], fleet),
-    }
+    where, took = f"seed {played[0].seed}, {played[0].load}", time.monotonic() - began
+    progress.print(f"{where}: mean completion {means}{problems}  [{took:.0f} s]")

@@ -28,9 +28,13 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from tests.bench.scheduling.fronts import SLOTS, Speed
+from tests.bench.scheduling.fronts import FLEET, SLOTS, Speed
 from tests.emulator.language_model import WORDS
+
+if TYPE_CHECKING:
+    from tests.bench.scheduling.play import Record
 
 THINK = (4.0, 0.6, 1.0, 20.0)
 QUESTION = (100.0, 0.8, 10.0, 800.0)
@@ -68,8 +72,6 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Everything a run asks, but for the answers."""
-
     shape: Shape
     systems: tuple[str, ...]
     sessions: tuple[Session, ...]
@@ -124,11 +126,6 @@ class Least:
     read: float
     write: float
 
-    def alone(self, speed: Speed) -> float:
-        """Seconds that it takes on an idle node."""
-        # The prompt's last batch gives the first token.
-        return self.read / speed.prefill + (self.write - 1) * speed.token()
-
     def work(self, speed: Speed) -> float:
         """Seconds of computation on a node whose slots are all busy."""
         return self.read / speed.prefill + self.write * _share(speed)
@@ -141,28 +138,27 @@ def session_rate(trace: Trace, fleet: Sequence[Speed]) -> float:
     return sum(1 / work for work in per_session)
 
 
-def least_work(trace: Trace, *, systems: bool = True) -> list[list[Least]]:
-    """The least work of each session's turns.
-
-    Each system prompt is read by the first request of its tenant, or, without `systems`, by none.
-    """
-    first = _first_of_tenants(trace.sessions) if systems else set()
-    system = trace.shape.system_tokens
-    return [
-        [
-            Least(
-                turn.question_tokens + (system if i == 0 and which in first else 0),
-                turn.answer_tokens,
-            )
-            for i, turn in enumerate(session.turns)
-        ]
-        for which, session in enumerate(trace.sessions)
-    ]
+def bounds(trace: Trace, records: Sequence[Record]) -> dict[str, float]:
+    """Lower bounds of the mean seconds in this run of `FLEET`, for any scheduler."""
+    if len(records) < trace.requests or any(record.problem for record in records):
+        return {}
+    first: dict[int, int] = {}  # the session of each tenant whose first request reads its prompt
+    for which, session in enumerate(trace.sessions):
+        first.setdefault(session.tenant, which)
+    # Which request of a tenant reads the system prompt is the scheduler's choice: in the queue
+    # it is left out for all.
+    small = [[Least(t.question_tokens, t.answer_tokens) for t in s.turns] for s in trace.sessions]
+    alone = [job for session in small for job in session]
+    alone += [Least(trace.shape.system_tokens, 0) for _ in first]
+    queued = mean_queued([(r.sent, small[r.session][r.turn]) for r in records], FLEET)
+    return {"alone": sum(map(_alone, alone)) / trace.requests, "queued": queued}
 
 
-def mean_alone(jobs: Sequence[Least], fleet: Sequence[Speed]) -> float:
-    """Mean seconds of the jobs, each alone on the fastest node."""
-    return sum(min(job.alone(speed) for speed in fleet) for job in jobs) / len(jobs)
+def _alone(job: Least) -> float:
+    """Seconds that it takes alone on the fastest node."""
+    # The prompt's last batch gives the first token.
+    written = max(job.write - 1, 0)
+    return min(job.read / speed.prefill + written * speed.token() for speed in FLEET)
 
 
 def mean_queued(jobs: Sequence[tuple[float, Least]], fleet: Sequence[Speed]) -> float:
@@ -204,18 +200,10 @@ def _blind(trace: Trace, nodes: int) -> Least:
         read += trace.shape.system_tokens * nodes * (1 - miss**turns)
     for session in trace.sessions:
         for k, turn in enumerate(session.turns):
-            turn_tokens = [
-                t.question_tokens + t.answer_tokens + 2 * MARKUP for t in session.turns[:k]
-            ]
+            said = session.turns[:k]
+            turn_tokens = [t.question_tokens + t.answer_tokens + 2 * MARKUP for t in said]
             # Turn i must be read again unless it or a later one was on the same node.
             read += sum(tokens * miss ** (k - i) for i, tokens in enumerate(turn_tokens))
             read += turn.question_tokens
             write += turn.answer_tokens
     return Least(read, write)
-
-
-def _first_of_tenants(sessions: Sequence[Session]) -> set[int]:
-    found: dict[int, int] = {}
-    for which, session in enumerate(sessions):
-        found.setdefault(session.tenant, which)
-    return set(found.values())

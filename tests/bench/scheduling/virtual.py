@@ -11,36 +11,24 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
 
 from tests.bench.load import Address
 from tests.bench.scheduling.fronts import EDGES, FRONTS, OURS, nodes
 from tests.bench.scheduling.play import Answer, Player, ask
-from tests.bench.scheduling.report import (
-    Figure,
-    Outcome,
-    Played,
-    Results,
-    Setting,
-    failures,
-    figures,
-    outcome,
-)
-from tests.bench.scheduling.rounds import PAUSE, Plan, bounds, tell
-from tests.bench.targets import HOST
+from tests.bench.scheduling.report import Figure, Outcome, Played, Results, failures, figures
+from tests.bench.scheduling.rounds import PAUSE, Plan, tell
+from tests.bench.scheduling.trace import bounds
 from tests.edges.edge_beside import a_brain, an_edge
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway
+from tests.known import known as is_known
 from tests.virtual import VirtualLoop, now
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from rich.console import Console
 
 MARKS = ("<!-- bench-scheduling-virtual: begin -->", "<!-- bench-scheduling-virtual: end -->")
 STAND_IN = "least_conn"
@@ -48,16 +36,13 @@ USUAL = (*OURS, STAND_IN)  # played by default; the last one is compared with
 SEEDS = 30
 
 
-@dataclass(slots=True)
 class LeastConn:
     """Sends each request to the node with the fewest requests, in turn among equals."""
 
-    addresses: Sequence[Address]
-    _busy: list[int] = field(init=False)
-    _next: int = 0
-
-    def __post_init__(self) -> None:
-        self._busy = [0] * len(self.addresses)
+    def __init__(self, addresses: Sequence[Address]) -> None:
+        self._addresses = addresses
+        self._busy = [0] * len(addresses)
+        self._next = 0
 
     async def __call__(
         self, _: Address, body: dict[str, Any], limit: float, clock: Callable[[], float]
@@ -68,51 +53,43 @@ class LeastConn:
         self._next = node + 1
         self._busy[node] += 1
         try:
-            return await ask(self.addresses[node], body, limit, clock)
+            return await ask(self._addresses[node], body, limit, clock)
         finally:
             self._busy[node] -= 1
 
 
-def measure(
-    plan: Plan, fronts: Sequence[str], progress: Console, command: str, facts: dict[str, str]
-) -> Outcome:
-    """Play every load, seed and front of these, one after the other."""
+def measure(plan: Plan, fronts: Sequence[str], progress: Console, facts: dict[str, str]) -> Outcome:
     played = []
     for seed in range(1, plan.seeds + 1):
         for load in plan.loads:
-            began = time.monotonic()
-            runs = [_played(plan, front, load, seed) for front in fronts]
+            began, runs = time.monotonic(), []
+            for front in fronts:
+                with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+                    runs.append(runner.run(_played(plan, front, load, seed)))
             played += runs
-            tell(progress, runs, time.monotonic() - began)
+            tell(progress, runs, began)
     results = Results(played)
     parts = [*(_table(results, fronts, load) for load in plan.loads), *failures(results)]
-    setting = Setting(command, facts | {"seeds": str(plan.seeds)})
-    return outcome(results, setting, "\n\n".join(parts) + "\n", MARKS)
+    text = "\n\n".join(parts) + "\n"
+    return Outcome(results, text, facts | {"seeds": str(plan.seeds)}, MARKS)
 
 
-def _played(plan: Plan, front: str, load: str, seed: int) -> Played:
+async def _played(plan: Plan, front: str, load: str, seed: int) -> Played:
+    warm_up, trace, _ = plan.traces(load, seed)
     folder = plan.folder / f"{front}-{load}-{seed}"
     folder.mkdir()
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(_asked(plan, front, load, seed, folder))
-
-
-async def _asked(plan: Plan, front: str, load: str, seed: int, folder: Path) -> Played:
-    warm_up, trace, _ = plan.traces(load, seed)
     async with AsyncExitStack() as stack:
-        fleet = await stack.enter_async_context(nodes(plan.fleet, plan.scale, now))
+        fleet = await stack.enter_async_context(nodes(scale=plan.scale, clock=now))
         if front == STAND_IN:
-            addresses = [(HOST, node.port) for node in fleet]
-            player = _spread(addresses, plan.scale, known=False)
+            player = _spread([(node.host, node.port) for node in fleet], plan.scale, known=False)
         else:
-            known = FRONTS[front].known
-            edges = EDGES if front == "edges" else 0
+            known, edges = FRONTS[front].known, EDGES if front == "edges" else 0
             behind = behind_gateway(folder, fleet, plan.scale, seed, known=known, edges=edges)
             player = await stack.enter_async_context(behind)
         await player.play(warm_up)
         await asyncio.sleep(PAUSE / plan.scale)
         records = await player.play(trace)
-    return Played(front, load, seed, records, bounds(trace, records, plan.fleet))
+    return Played(front, load, seed, records, bounds(trace, records))
 
 
 def _spread(addresses: Sequence[Address], scale: float, *, known: bool) -> Player:
@@ -134,21 +111,18 @@ async def behind_gateway(
     `edges`: of the gateway, over real links in this process; each request goes to the one with the
     fewest.
     """
-    urls = [node.url for node in fleet]
     async with AsyncExitStack() as stack:
-        running = running_gateway(folder, urls, rng=random.Random(seed))
-        site = await stack.enter_async_context(running)
+        enter = stack.enter_async_context
+        urls = [node.url for node in fleet]
+        site = await enter(running_gateway(folder, urls, rng=random.Random(seed)))
+        listener = is_known(site.gateway.public_listener)
+        addresses = [(listener.host, listener.port)]
         if edges:
             brain = a_brain(site.gateway)
             names = [f"edge-{number}" for number in range(1, edges + 1)]
-            begun = [await stack.enter_async_context(an_edge(site, brain, one)) for one in names]
-            bases = [edge.client.base_url for edge in begun]
+            bases = [(await enter(an_edge(site, brain, one))).client.base_url for one in names]
             addresses = [(url.host, url.port or 80) for url in bases]
-            yield _spread(addresses, scale, known=known)
-        else:
-            assert site.gateway.public_listener is not None
-            address = site.gateway.public_listener.host, site.gateway.public_listener.port
-            yield Player(address, scale, known=known, clock=now)
+        yield _spread(addresses, scale, known=known)
 
 
 def _table(results: Results, fronts: Sequence[str], load: str) -> str:
