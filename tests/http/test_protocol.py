@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
 import tomllib
@@ -13,7 +14,9 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
+import httptools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,6 +31,7 @@ from gateway.config.listeners import LimitSettings
 from gateway.errors import GatewayError
 from gateway.http.protocol import (
     MOST_CHUNKS_PER_FEED,
+    MOST_EXTENSION_BYTES,
     BoundedProtocol,
     ChunkedDecoder,
     protocol_class,
@@ -48,6 +52,7 @@ CREDENTIALS = {
     "a liar": f"Authorization: Bearer {KEYS[0].text[:-1]}\r\n",
 }
 PATH = "/v1/chat/completions"
+CHUNKED_HEAD = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 @dataclass
@@ -311,18 +316,75 @@ async def _trickle(wire: RawConnection, data: bytes) -> None:
         await asyncio.sleep(0.02)
 
 
-# Chunks: what they mean is the fuzzer's affair (tests/fuzz/head.py).
+# Chunks: more of what they mean is the fuzzer's affair (tests/fuzz/head.py).
 
 MOST = 1000
 
 
-def read(pieces: Iterable[bytes]) -> None:
-    """Raises: GatewayError."""
-    chunks, waiting = ChunkedDecoder(MOST), b""
+def read(pieces: Iterable[bytes]) -> tuple[bytes, bytes] | None:
+    """The body and the bytes behind it; None: it is incomplete. Raises: GatewayError."""
+    chunks, body, waiting = ChunkedDecoder(MOST), b"", b""
     for piece in pieces:
         waiting += piece
-        while waiting:
-            waiting = waiting[chunks.feed(waiting)[0] :]
+        while waiting and not chunks.done:
+            at, part = chunks.feed(waiting)
+            body, waiting = body + part, waiting[at:]
+    return (body, waiting) if chunks.done else None
+
+
+def in_bytes(data: bytes) -> list[bytes]:
+    return [data[at : at + 1] for at in range(len(data))]
+
+
+@given(
+    parts=st.lists(st.binary(min_size=1, max_size=30), max_size=5),
+    more=st.sampled_from([b"", b";a", b"; a=b"]),
+    place=st.integers(0, 200),
+    put=st.sampled_from([*in_bytes(b'\r\n \t;0g\0-+_\x0b"'), b"\r\n"]),
+    instead=st.booleans(),
+)
+def test_a_body_that_is_accepted_means_the_same_to_httptools_and_however_it_is_split(
+    parts: list[bytes], more: bytes, place: int, put: bytes, instead: bool
+) -> None:
+    data = b"".join(b"%x%b\r\n%b\r\n" % (len(part), more, part) for part in parts)
+    data += b"0\r\nA: b\r\n\r\n"
+    assert read(in_bytes(data)) == read([data]) == (b"".join(parts), b"")
+    data = data[:place] + put + data[place + instead :]
+    try:
+        found = read([data])
+    except GatewayError:
+        return
+    assert read(in_bytes(data)) == found
+    if found is not None:
+        body, rest = found
+        parsed: list[bytes] = []
+        parser = httptools.HttpRequestParser(SimpleNamespace(on_body=parsed.append))
+        # httptools parses extensions, and what follows.
+        with contextlib.suppress(httptools.HttpParserError):
+            parser.feed_data(CHUNKED_HEAD + data[: len(data) - len(rest)])
+            assert b"".join(parsed) == body
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"g\r\n",
+        b"1_0\r\n",
+        b";a\r\n",
+        b"1\r\r",
+        b"1;a\rb\r\n",
+        b"1\r\nxy",
+        b"0\r\n \r\n\r\n",
+        b"0\r\n: b\r\n\r\n",
+        b"1;" + b"a" * (MOST_EXTENSION_BYTES + 1),
+    ],
+)
+def test_a_body_that_other_parsers_may_read_differently_is_refused(data: bytes) -> None:
+    """Beside the forms of tests/http/smuggling.py."""
+    for pieces in ([data], in_bytes(data)):
+        with pytest.raises(GatewayError) as raised:
+            read(pieces)
+        assert raised.value.status == 400
 
 
 @each_case(

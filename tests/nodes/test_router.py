@@ -57,6 +57,37 @@ def test_a_list_tells_of_names_status_slots_context_and_file() -> None:
 
 
 LONG = "x" * 300
+ODD_ALIASES: tuple[Any, ...] = (7, {"b": 1}, [7, LONG])
+ODD_STATUS: tuple[Any, ...] = (7, "loaded", [], {"exit_code": "x", "failed": "yes"})
+ODD_ARGS: tuple[Any, ...] = (
+    *(7, {}, [1, None, {}], ["--parallel"]),
+    *(["--parallel", "-1"], ["--parallel", "9" * 30], ["--parallel", "0"]),
+)
+
+
+@each_case(
+    ("told", "status", "names"),
+    [
+        *(
+            (entry(value), None, {"a"})
+            for value in ("odd", 7, None, ["loaded"], {"loaded": True}, "L" * 5000)
+        ),
+        *(
+            ({"id": "a", "status": {"value": "loaded", "args": args}}, "loaded", {"a"})
+            for args in ODD_ARGS
+        ),
+        *((entry() | {"aliases": odd}, "unloaded", {"a"}) for odd in ODD_ALIASES),
+        *(({"id": "a", "status": odd}, None, {"a"}) for odd in ODD_STATUS),
+    ],
+)
+def test_what_a_list_says_amiss_is_left_out(
+    told: dict[str, Any], status: str | None, names: set[str]
+) -> None:
+    [found] = listed(told)
+    assert (found.status, found.failed, found.exit_code) == (status, False, None)
+    assert found.names == names
+    if status == "loaded":
+        assert (found.slots, found.context) == (None, None)
 
 
 def test_models_without_a_name_that_can_be_used_are_left_out() -> None:
@@ -65,6 +96,27 @@ def test_models_without_a_name_that_can_be_used_are_left_out() -> None:
     assert [one.name for one in listed(entry(), entry("loaded"))] == ["a"]
     many = listed(entry() | {"aliases": [f"a{number}" for number in range(999)]})[0]
     assert len(many.names) == 65
+
+
+def test_events_are_the_same_however_they_are_cut() -> None:
+    progress = {"stages": ["text_model"], "current": "text_model", "value": 0.25}
+    told: list[dict[str, Any]] = [
+        {"model": "a", "event": "model_status", "data": {"status": "loading"}},
+        {"model": "a", "event": "status_change", "data": {"progress": progress}},
+        {"model": "a", "event": "status_change", "data": {"progress": {"stage": "mmproj_model"}}},
+        {"model": "*", "event": "models_reload"},
+    ]
+    text = b": hi\n\n" + b"".join(b"data: %b\n\n" % json.dumps(one).encode() for one in told)
+    expected = [
+        ModelEvent("a", None),
+        ModelEvent("a", 0.25),
+        ModelEvent("a", None),
+        ModelEvent("*", None),
+    ]
+    for size in (1, 3, 17, len(text)):
+        lines = EventLines()
+        parts = [text[at : at + size] for at in range(0, len(text), size)]
+        assert [event for part in parts for event in lines.add(part)] == expected, size
 
 
 def test_odd_events_and_endless_lines_are_passed_over() -> None:
