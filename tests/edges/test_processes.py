@@ -176,30 +176,28 @@ async def rest(parts: AsyncIterator[bytes]) -> bytes:
     return b"".join([part async for part in parts])
 
 
-async def test_edges_end_with_their_brain(tmp_path: Path) -> None:
-    async with (
-        EmulatedNode() as node,
-        gateway(tmp_path, node) as (line, _, admin),
-    ):
-        pids = await until_ready(admin)
-        await line.kill()
-        await until(lambda: all(map(gone, pids)), LIMIT)
-
-
-async def test_a_stop_waits_for_running_streams(tmp_path: Path) -> None:
+@pytest.mark.parametrize("killed", [False, True])
+async def test_a_stop_waits_for_streams_and_edges_end_with_their_brain(
+    tmp_path: Path, killed: bool
+) -> None:
     async with (
         EmulatedNode(answer_tokens=40) as node,
-        gateway(tmp_path, node) as (line, client, _),
+        gateway(tmp_path, node) as (line, client, admin),
     ):
-        node.faults.next("hang", after_events=5)
-        async with client.stream("POST", CHAT, json=STREAM) as answer:
-            parts = answer.aiter_bytes()
-            await anext(parts)
-            line.first.send_signal(signal.SIGTERM)
-            await line.until("shutting down")
-            node.faults.release()
-            assert (await rest(parts)).endswith(b"data: [DONE]\n\n")
-        assert await line.status() == 0
+        pids = await until_ready(admin)
+        if killed:
+            await line.kill()
+        else:
+            node.faults.next("hang", after_events=5)
+            async with client.stream("POST", CHAT, json=STREAM) as answer:
+                parts = answer.aiter_bytes()
+                await anext(parts)
+                line.first.send_signal(signal.SIGTERM)
+                await line.until("shutting down")
+                node.faults.release()
+                assert (await rest(parts)).endswith(b"data: [DONE]\n\n")
+            assert await line.status() == 0
+        await until(lambda: all(map(gone, pids)), LIMIT)
 
 
 async def test_a_renewed_certificate_reaches_the_edges(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ class World:
         return lease
 
 
-async def test_a_lease_is_what_the_brain_has_granted_over_the_edges_own_connections() -> None:
+async def test_a_lease_or_a_refusal_is_the_brains() -> None:
     world = World()
     lease = await world.lease()
     assert world.link.last(messages.AskLease).age == 1.5
@@ -94,40 +94,31 @@ async def test_a_lease_is_what_the_brain_has_granted_over_the_edges_own_connecti
     assert lease.node is world.nodes.by_name["a"]
     assert lease.node.connections is not None
     assert lease.reading.grace == 2.0
-
-
-async def test_a_refusal_is_the_brains_error() -> None:
-    world = World()
-    task = await world.ask()
+    task = await world.ask("other")
     error = errors.queue_full("Full. Try again later.", 7.0)
     ask = world.link.last(messages.AskLease).ask
     world.scheduler.refused(messages.Refused(ask, messages.WireError.of(error), None))
     with pytest.raises(GatewayError) as raised:
         await task
-    found = raised.value
-    assert vars(found) == vars(error)
-    assert found.args == error.args
+    assert (vars(raised.value), raised.value.args) == (vars(error), error.args)
 
 
-async def test_a_lease_for_which_nobody_waits_any_more_is_given_back() -> None:
+@pytest.mark.parametrize("granted", [True, False])
+async def test_a_lease_that_comes_as_or_after_the_client_leaves_is_given_back_once(
+    granted: bool,
+) -> None:
     world = World()
     task = await world.ask()
+    if granted:
+        world.grant()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    assert isinstance(world.link.all[-1], messages.Withdraw)
-    world.grant()
+    if not granted:
+        world.grant()
+    kinds = [type(one).__name__ for one in world.link.all]
+    assert kinds == ["AskLease", *([] if granted else ["Withdraw"]), "GiveBack"]
     given_back = world.link.last(messages.GiveBack)
     assert (given_back.lease_id, given_back.late) == (1, False)
-
-
-async def test_a_lease_that_comes_as_the_client_leaves_is_given_back_once() -> None:
-    world = World()
-    task = await world.ask()
-    world.grant()
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    kinds = [type(one).__name__ for one in world.link.all]
-    assert kinds == ["AskLease", "GiveBack"]
 
 
 async def test_a_lease_that_is_too_old_is_given_back_and_asked_for_anew() -> None:
@@ -147,30 +138,27 @@ async def test_a_lease_that_is_too_old_is_given_back_and_asked_for_anew() -> Non
     assert (await task).id == 2
 
 
-async def test_a_request_that_is_ended_while_it_waits_withdraws_its_question() -> None:
+async def test_a_request_that_is_ended_or_shed_while_it_waits_withdraws_its_question() -> None:
     world = World()
     task = await world.ask()
-    assert not world.scheduler.refuse("another", errors.superseded())
-    assert world.scheduler.refuse("req_1", errors.superseded())
+    error = errors.superseded()
+    assert not world.scheduler.refuse("another", error)
+    assert world.scheduler.refuse("req_1", error)
     with pytest.raises(GatewayError):
         await task
     assert isinstance(world.link.all[-1], messages.Withdraw)
-    assert not world.scheduler.refuse("req_1", errors.superseded())
-
-
-async def test_only_what_has_not_been_at_a_node_is_shed() -> None:
-    world = World()
-    error = errors.superseded()
-    retried = await world.ask("retried", Tried(failed_nodes=frozenset({"a"})))
-    part = await world.ask("part.1", admitted=True)
-    fresh = await world.ask("fresh")
-    shed = world.scheduler.shed
-    assert [shed(id_, error) for id_ in ("retried", "part.1", "fresh", "gone")] == [
-        False, False, True, False
-    ]  # fmt: skip
-    for task in (retried, part, fresh):
-        task.cancel()
-    await asyncio.gather(retried, part, fresh, return_exceptions=True)
+    assert not world.scheduler.refuse("req_1", error)
+    # Only what has not been at a node is shed.
+    tasks = [
+        await world.ask("retried", Tried(failed_nodes=frozenset({"a"}))),
+        await world.ask("part.1", admitted=True),
+        await world.ask("fresh"),
+    ]
+    shed = [world.scheduler.shed(id_, error) for id_ in ("retried", "part.1", "fresh", "gone")]
+    assert shed == [False, False, True, False]
+    for each in tasks:
+        each.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def test_a_place_in_the_queue_is_asked_for_one_at_a_time() -> None:
@@ -218,20 +206,6 @@ async def test_a_full_pool_is_believed_of_a_node_that_has_more_work() -> None:
     assert not world.scheduler.pool_overflowed(first.id)
     third = await world.lease("three", shares_pool=True)
     assert world.scheduler.pool_overflowed(third.id)
-
-
-@pytest.mark.parametrize("answer", [True, False])
-async def test_questions_about_other_nodes_are_answered_by_the_brain(answer: bool) -> None:
-    world = World()
-    request = a_lease_request()
-    asking = asyncio.create_task(
-        world.scheduler.ask_nodes("has_other_node", request, NOTHING_TRIED, but_paused=True)
-    )
-    await asyncio.sleep(0)
-    asked = world.link.last(messages.AskNodes)
-    assert (asked.what, asked.but_paused) == ("has_other_node", True)
-    world.scheduler.answered_question(messages.NodeAnswer(asked.ask, answer))
-    assert await asking is answer
 
 
 async def test_when_the_link_is_lost_nobody_waits_any_longer() -> None:

@@ -21,6 +21,7 @@ from gateway.forward.client_response import (
 )
 from gateway.forward.header_fields import headers_for_client, headers_for_node, without_times
 from gateway.transport.errors import InvalidResponse
+from tests.each_case import each_case
 
 
 class Shouting(ResponseRewriter):
@@ -70,25 +71,19 @@ def forwarded(*names: str, extra: tuple[str, ...] = ()) -> list[str]:
 OWN = [b"accept-encoding: identity", b"via: 1.1 llama-gateway"]
 
 
-def test_useful_headers_are_forwarded_and_the_gateways_are_added() -> None:
-    fields = [
-        (b"content-type", b"application/json"),
-        (b"accept", b"text/event-stream"),
-        (b"user-agent", b"me"),
-        (b"traceparent", b"00-1-2-01"),
-        (b"tracestate", b"a=b"),
-        (b"anthropic-version", b"2023-06-01"),
-        (b"anthropic-beta", b"x"),
-        (b"openai-organization", b"org"),
-    ]
+def test_useful_headers_are_forwarded_to_nodes_and_the_gateways_are_added() -> None:
+    names = ["content-type", "accept", "user-agent", "traceparent", "tracestate",
+             "anthropic-version", "anthropic-beta", "openai-organization"]  # fmt: skip
+    fields = [(name.encode(), b"application/json") for name in names]
     assert sent(*fields) == [b": ".join(field) for field in fields] + OWN
-
-
-@pytest.mark.parametrize(
-    "value", [b"application/x-www-form-urlencoded", b"Application/X-WWW-Form-urlencoded; a=b"]
-)
-def test_curls_default_content_type_becomes_json(value: bytes) -> None:
-    assert sent((b"content-type", value)) == [b"content-type: application/json", *OWN]
+    # What curl sends without being told.
+    form = b"Application/X-WWW-Form-urlencoded; a=b"
+    assert sent((b"content-type", form)) == [b"content-type: application/json", *OWN]
+    users = [(b"x-openwebui-user-id", b"anna"), (b"x-openwebui-user-email", b"a@b")]
+    assert sent(*users, extra=("X-OpenWebUI-User-Id",)) == [b"x-openwebui-user-id: anna", *OWN]
+    got = sent((b"accept", b"1"), (b"connection", b"close, Accept"), (b"user-agent", b"2"))
+    assert got == [b"user-agent: 2", *OWN]
+    assert b"accept: 1" in sent((b"connection", b"keep-alive"), (b"accept", b"1"))
 
 
 STAY_HERE = [
@@ -105,28 +100,9 @@ STAY_HERE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", STAY_HERE)
+@each_case("name", STAY_HERE)
 def test_secrets_and_useless_headers_reach_no_node(name: str) -> None:
     assert sent((name.encode(), b"secret")) == OWN
-
-
-def test_the_settings_forward_further_headers_to_nodes() -> None:
-    fields = [(b"x-openwebui-user-id", b"anna"), (b"x-openwebui-user-email", b"a@b")]
-    assert sent(*fields, extra=("X-OpenWebUI-User-Id",)) == [b"x-openwebui-user-id: anna", *OWN]
-
-
-def test_hop_by_hop_headers_reach_no_node() -> None:
-    got = sent((b"accept", b"1"), (b"connection", b"close, Accept"), (b"user-agent", b"2"))
-    assert got == [b"user-agent: 2", *OWN]
-    assert b"accept: 1" in sent((b"connection", b"keep-alive"), (b"accept", b"1"))
-
-
-def test_useful_headers_of_a_response_are_forwarded() -> None:
-    names = [
-        "content-type", "retry-after", "traceparent", "tracestate", "openai-processing-ms",
-        "openai-version", "anthropic-ratelimit-requests-remaining",
-    ]  # fmt: skip
-    assert forwarded(*names) == names
 
 
 NODES_ALONE = [
@@ -140,26 +116,20 @@ NODES_ALONE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NODES_ALONE)
-def test_headers_that_a_client_would_obey_are_not_forwarded(name: str) -> None:
-    assert forwarded(name) == []
-
-
-def test_the_settings_forward_further_headers_to_clients() -> None:
-    extra = ("X-RateLimit-Remaining-Requests",)
+def test_no_header_that_a_client_would_obey_is_forwarded_but_the_useful_ones_are() -> None:
+    useful = ["content-type", "retry-after", "traceparent", "tracestate", "openai-processing-ms",
+              "openai-version", "anthropic-ratelimit-requests-remaining"]  # fmt: skip
+    assert forwarded(*NODES_ALONE, *useful) == useful
     names = ("x-ratelimit-remaining-requests", "x-ratelimit-reset-requests")
-    assert forwarded(*names, extra=extra) == ["x-ratelimit-remaining-requests"]
-
-
-def test_hop_by_hop_headers_reach_no_client() -> None:
-    headers = [
+    assert forwarded(*names, extra=("X-RateLimit-Remaining-Requests",)) == [*names[:1]]
+    hop_by_hop = [
         (b"connection", b"keep-alive, Retry-After"),
         (b"connection", b"OpenAI-Version"),
         (b"retry-after", b"1"),
         (b"openai-version", b"1"),
         (b"content-type", b"text/event-stream"),
     ]
-    assert headers_for_client(headers) == b"content-type: text/event-stream\r\n"
+    assert headers_for_client(hop_by_hop) == b"content-type: text/event-stream\r\n"
 
 
 def test_times_and_counts_of_a_node_are_taken_out() -> None:
@@ -186,17 +156,23 @@ def body(value: Any) -> Any:
     return json.loads(run_at_once(HIDER.rewrite_body(json.dumps(value).encode())))
 
 
-def test_events_without_figures_pass_as_they_are() -> None:
-    events = event({"choices": [{"delta": {"content": "hello"}}]}) * 3
-    assert HIDER.rewrite_events(events) is events
-
-
 @given(st.text())
 def test_texts_pass_whatever_they_say(text: str) -> None:
     told = f'{text} "cached_tokens": 5, ,"id_slot":5 prompt_n "timings":{{"cache_n":1}}'
     chunk = {"choices": [{"delta": {"content": told, "tool": {"cached_tokens": 3}}}]}
     assert HIDER.rewrite_events(event(chunk)) == event(chunk)
     assert body(chunk) == chunk
+
+
+def test_what_has_no_figures_passes_as_it_is() -> None:
+    events = event({"choices": [{"delta": {"content": "hello"}}]}) * 3
+    assert HIDER.rewrite_events(events) is events
+    usages: tuple[Any, ...] = (None, [], "x", {"prompt_tokens_details": None}, {})
+    for usage in usages:
+        value = {"usage": usage, "prompt_cache_key": "mine"}
+        assert body(value) == value
+    text = b"the cache is prompt_n"
+    assert run_at_once(HIDER.rewrite_body(text)) == text
 
 
 def test_only_what_tells_is_changed_and_the_order_stays() -> None:
@@ -237,12 +213,6 @@ def test_anthropics_input_tokens_are_all_of_the_prompts() -> None:
     }
 
 
-@pytest.mark.parametrize("usage", [None, [], "x", {"prompt_tokens_details": None}, {}])
-def test_usage_of_another_shape_passes(usage: object) -> None:
-    value = {"usage": usage, "prompt_cache_key": "mine"}
-    assert body(value) == value
-
-
 def test_a_slot_is_named_nowhere() -> None:
     first = b'data: {"id_slot":3,"content":"a"}\n\n'
     last = b'data: {"content":"a","id_slot":-1}\n\n'
@@ -278,11 +248,6 @@ def test_what_cannot_be_read_does_not_pass(data: bytes) -> None:
         HIDER.rewrite_events(data)
     with pytest.raises(InvalidResponse):
         run_at_once(HIDER.rewrite_body(b'{"cache_n": '))
-
-
-def test_plain_text_passes() -> None:
-    text = b"the cache is prompt_n"
-    assert run_at_once(HIDER.rewrite_body(text)) == text
 
 
 def test_it_works_behind_a_translator() -> None:

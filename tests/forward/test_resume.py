@@ -391,17 +391,19 @@ def spend_budget(proxy: ProxyOverNodes, *, left: int = 0) -> None:
         assert context.retry_budget.spend(context.clock(), 0.0, 1000)
 
 
+@pytest.mark.parametrize(("failing", "left"), [(1, 1), (2, 0)])
 @in_virtual_time
-async def test_the_first_resumption_spends_nothing_and_the_second_one_retry(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"retries": NO_SHARE, "health": {"failures": 1000}}
-    async with proxy_over(tmp_path, *nodes(3), nodes=IN_ORDER, **settings) as proxy:
+async def test_the_first_resumption_spends_nothing_and_the_second_one_retry(
+    tmp_path: Path, failing: int, left: int
+) -> None:
+    servers = nodes(3)
+    async with proxy_over(tmp_path, *servers, nodes=IN_ORDER, retries=NO_SHARE) as proxy:
         whole = await proxy.stream(**GREEDY)
-        for failing, left in (("a", 1), ("ab", 0)):
-            spend_budget(proxy, left=1)
-            for name in failing:
-                proxy.servers[name].faults.next("reset", after_events=8)
-            check_whole(CHAT, await proxy.stream(**GREEDY), whole)
-            assert proxy.app.proxy_context.retries_left() == left
+        spend_budget(proxy, left=1)
+        for server in servers[:failing]:
+            server.faults.next("reset", after_events=8)
+        check_whole(CHAT, await proxy.stream(**GREEDY), whole)
+        assert proxy.app.proxy_context.retries_left() == left
 
 
 @in_virtual_time
@@ -709,7 +711,8 @@ async def test_what_a_template_lets_nobody_continue_continues_as_a_completion(
     plan = await planned(template, transcript, path, **more)
     body = body_of(plan)
     assert (plan.route.path, body["prompt"]) == ("/completion", prompt)
-    assert body["n_predict"] == 200 - len(prompt.rpartition("[assistant]")[2])
+    begun = prompt.rpartition("[assistant]")[2].removeprefix("<think>\n" * template.opens)
+    assert body["n_predict"] == 200 - len(begun)
     assert not {"messages", "thinking"} & body.keys()
     out = plan.rewriter.rewrite({"content": answer}).decode()
     assert [text for text in shown if text not in out] == []
