@@ -29,11 +29,9 @@ CLUSTER = "drill"
 PUBLIC, ADMIN, BETWEEN = 8000, 8001, 8090
 """Ports of a member: for clients, for operators, for other members."""
 TERM = 2.0
-LIMIT = 60.0
-"""Seconds for each wait."""
+LIMIT = 60.0  # seconds for each wait
 HAPROXY = shutil.which("haproxy", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
-MEMBER_HEADER = "x-member"
-"""Header of each answer with the member that HAProxy had it from."""
+MEMBER_HEADER = "x-member"  # header of each answer with the member that HAProxy had it from
 
 
 @dataclass(slots=True, eq=False)
@@ -44,8 +42,7 @@ class Member:
     folder: Path
     admin_key: str
     process: subprocess.Popen[bytes] | None = None
-    ends: list[int] = field(default_factory=list)
-    """Exit statuses of processes that were not killed."""
+    ends: list[int] = field(default_factory=list)  # exit statuses of processes that were not killed
     _read_to: int = 0
     lines: list[dict[str, Any]] = field(default_factory=list)
 

@@ -25,8 +25,7 @@ from tests.cluster.certificates import CLUSTER, Authority
 from tests.virtual import now
 
 TERM = 2.0
-STEP = 0.05
-"""Seconds that the database takes for a step."""
+STEP = 0.05  # seconds that the database takes for a step
 
 
 class Database:

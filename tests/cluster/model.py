@@ -26,16 +26,18 @@ from tests.cluster.scheduling import free, grant
 
 TERM = 2.0
 ALONE = 5.0
-LIMIT = 1.5
-"""Seconds after which a member takes a step for failed."""
-LONGEST_GRANT = 1.0
-"""Seconds from an asking to the write, at most."""
-LONGEST_LANDING = 0.2
-"""Seconds until a node shows a request that was written to it, at most."""
+LIMIT = 1.5  # seconds after which a member takes a step for failed
+LONGEST_GRANT = 1.0  # seconds from an asking to the write, at most
+LONGEST_LANDING = 0.2  # seconds until a node shows a request that was written to it, at most
 
 
 class Broken(Exception):  # noqa: N818
     """The property does not hold."""
+
+
+def broken(is_so: bool, what: str) -> None:
+    if is_so:
+        raise Broken(what)
 
 
 @dataclass(slots=True, eq=False)
@@ -59,12 +61,10 @@ class Machine:
 class Request:
     """One that was written to a node."""
 
-    task: int
-    """The node's number for it: no other request ever has it."""
+    task: int  # the node's number for it: no other request ever has it
     number: int
     lands_at: float
-    late: bool
-    """Whether its edge was stopped between check and write."""
+    late: bool  # whether its edge was stopped between check and write
     edge: Edge | None
 
 
@@ -86,13 +86,11 @@ class Brain:
     name: str
     machine: Machine
     member: Any
-    slots: dict[str, int]
-    """Of the nodes, as it knows them."""
+    slots: dict[str, int]  # of the nodes, as it knows them
     tenure: Any = None
     step: Step | None = None
     stopped: bool = False
-    cut_off: bool = False
-    """From the database."""
+    cut_off: bool = False  # from the database
 
 
 @dataclass(slots=True, eq=False)
@@ -105,11 +103,9 @@ class Link:
     session: Any
     up: deque[tuple[Any, ...]] = field(default_factory=deque)
     down: deque[tuple[Any, ...]] = field(default_factory=deque)
-    asked_at: float = 0.0
-    """When the edge sent the last message that the member has got."""
+    asked_at: float = 0.0  # when the edge sent the last message that the member has got
     is_cut: bool = False
-    is_stalled: bool = False
-    """Nothing arrives for a while."""
+    is_stalled: bool = False  # nothing arrives for a while
 
 
 @dataclass(slots=True, eq=False)
@@ -121,8 +117,7 @@ class Edge:
     process: str
     fence: Any
     sender: Any
-    slots: dict[str, int]
-    """Of the nodes, as it knows them."""
+    slots: dict[str, int]  # of the nodes, as it knows them
     link: Link | None = None
     greeted_at: float = 0.0
     ready: list[int] = field(default_factory=list)
@@ -140,16 +135,11 @@ class Script:
     def __init__(
         self, rules: Rules, seed: int, *, say: Callable[[str], None] | None = None
     ) -> None:
-        self.rules = rules
-        self.say = say
-        self.rng = rng = random.Random(seed)
-        self.more = random.Random(seed)
+        self.rules, self.say = rules, say
+        self.rng, self.more = random.Random(seed), random.Random(seed)
+        rng = self.rng
         self.now = 0.0
-        self.stops = 0
-        self.starts = 0
-        self.alone_starts = 0
-        self.wins = 0
-        self.failovers = 0
+        self.stops = self.starts = self.alone_starts = self.wins = self.failovers = 0
         self.machines = [
             Machine(rng.uniform(0, 1e5), 1 + rng.uniform(-2e-4, 2e-4), rng.uniform(-1e5, 1e5))
             for _ in range(3)
@@ -165,19 +155,16 @@ class Script:
         # Some scripts begin with fewer edges that share; an operator changes who should.
         first = self.names[: 1 + self.more.randrange(len(self.names))] if self.names else ()
         self.wanted = set(first)
-        self.lists = [rules.fencing.Sharers(1, first)]
-        """As they are stored."""
+        self.lists = [rules.fencing.Sharers(1, first)]  # as they are stored
         self.processes = 0
         self.brains = [self.new_brain(self.machines[i]) for i in range(rng.choice((2, 2, 3)))]
         self.edges = [self.new_edge(name, self.machines[i]) for i, name in enumerate(self.names)]
         self.running: dict[str, list[Request]] = {node: [] for node in self.slots}
         self.links: list[Link] = []
         self.doubles: list[tuple[Link, bool, tuple[Any, ...]]] = []
-        self.steps: list[Step] = []
-        """Those on their way to the database."""
+        self.steps: list[Step] = []  # those on their way to the database
         self.answers: list[Step] = []
-        self.reads: list[list[Any]] = []
-        """Who has asked which node when, and what it answered."""
+        self.reads: list[list[Any]] = []  # who has asked which node when, and what it answered
         self.database = sqlite3.connect(":memory:", isolation_level=None)
         self.database.execute(
             "CREATE TABLE leadership (cluster TEXT, holder TEXT, epoch INT, counter INT)"
@@ -338,10 +325,8 @@ class Script:
             brain.member.saw(step.row, step.asked_at, clock)
         elif step.done:
             brain.member.done(step.step, step.asked_at, clock)
-            member = brain.member
-            if member.leads(clock) and (
-                brain.tenure is None or brain.tenure.epoch != member.row.epoch
-            ):
+            member, tenure = brain.member, brain.tenure
+            if member.leads(clock) and (tenure is None or tenure.epoch != member.row.epoch):
                 self.wins += 1
                 self.tell_story(f"{brain.name} leads, epoch {member.row.epoch}")
                 brain.tenure = self.rules.fencing.Tenure(
@@ -413,15 +398,14 @@ class Script:
 
     def write(self, edge: Edge, number: int, node: str, *, late: bool = False) -> None:
         self.starts += 1
-        if self.say is not None:
-            self.tell_story(f"{edge.name} writes {number} to {node}{' late' if late else ''}")
+        self.tell_story(f"{edge.name} writes {number} to {node}")
         lands_at = self.now + self.rng.random() * LONGEST_LANDING
         # A server that has just restarted with fewer slots queues what was granted before.
         late = late or self.now - self.restarted_at[node] < LONGEST_GRANT
         self.running[node].append(Request(self.starts, number, lands_at, late, edge))
         running = self.running[node]
-        if len(running) - sum(one.late for one in running) > self.slots[node]:
-            raise Broken(f"{len(running)} requests on {self.slots[node]} slots of {node}")
+        too_many = len(running) - sum(one.late for one in running) > self.slots[node]
+        broken(too_many, f"{len(running)} requests on slots of {node}")
 
     # Edges.
 
@@ -459,8 +443,7 @@ class Script:
         if edge.ended and chance() < 0.7:
             number = edge.ended.pop(0)
             self.tell_story(f"{edge.name} notices the end of {number}")
-            if not edge.sender.ended(number):
-                raise Broken("a lease has ended twice")
+            broken(not edge.sender.ended(number), "a lease has ended twice")
             self.give_back(edge, number)
 
     def talk(self, edge: Edge, link: Link) -> None:
@@ -489,12 +472,8 @@ class Script:
         if not fence.greet(brain.tenure.epoch):
             brain.member.heard(fence.epoch, self.clock(brain))
             return
-        edge.link = link = Link(
-            edge,
-            brain,
-            fence.epoch,
-            self.rules.fencing.Session(edge.name, edge.process, fence.session),
-        )
+        session = self.rules.fencing.Session(edge.name, edge.process, fence.session)
+        edge.link = link = Link(edge, brain, fence.epoch, session)
         edge.greeted_at = self.clock(edge)
         self.links.append(link)
         self.tell_story(f"{edge.name} greets {brain.name} with {dict(edge.sender.leases)}")
@@ -601,17 +580,13 @@ class Script:
             self.give_back(edge, number)
 
     def obeyed(self, fence: Any, epoch: int) -> None:
-        if epoch < fence.epoch:
-            raise Broken("a lower epoch is obeyed")
+        broken(epoch < fence.epoch, "a lower epoch is obeyed")
 
     # What goes wrong.
 
     def go_wrong(self) -> None:
-        if self.is_about_lists:
-            faults: tuple[Callable[[Script], None], ...] = LIST_FAULTS
-        else:
-            faults = (*FAULTS, *CHANGES) if self.has_edges else FAULTS
-        self.rng.choice(faults)(self)
+        usual = (*FAULTS, *CHANGES) if self.has_edges else FAULTS
+        self.rng.choice(LIST_FAULTS if self.is_about_lists else usual)(self)
 
     def recover(self) -> None:
         """What is away comes back some time, and what is stopped goes on."""
@@ -651,7 +626,7 @@ class Script:
 
     def go_away(self) -> None:
         self.is_away = not self.is_away
-        self.tell_story(f"the database is {'away' if self.is_away else 'back'}")
+        self.tell_story("the database is away or back")
 
     def change_slots(self) -> None:
         """A server restarts with another number of slots; who knows it, and when, is chance."""
@@ -691,28 +666,15 @@ class Script:
             self.wanted ^= {self.more.choice(self.names)}
             self.tell_story(f"{sorted(self.wanted)} are to share")
 
-    def cut_off(self) -> None:
-        self.rng.choice(self.brains).cut_off = True
-
-    def cut_link(self) -> None:
+    def of_any_link(self, do: Callable[[Link], object]) -> None:
         if self.links:
-            self.cut(self.rng.choice(self.links))
+            do(self.rng.choice(self.links))
 
-    def stall_link(self) -> None:
-        if self.links:
-            self.rng.choice(self.links).is_stalled = True
-
-    def stop_brain(self) -> None:
-        brain = self.rng.choice(self.brains)
-        brain.stopped = True
-        self.tell_story(f"{brain.name} stops")
-
-    def stop_edge(self) -> None:
-        if not self.edges:
-            return
-        edge = self.rng.choice(self.edges)
-        edge.stopped = True
-        self.tell_story(f"{edge.name} stops")
+    def stop(self, processes: list[Any]) -> None:
+        if processes:
+            one = self.rng.choice(processes)
+            one.stopped = True
+            self.tell_story(f"{one.name} stops")
 
     def strand(self) -> None:
         """All edges are left alone, right after somebody has told something."""
@@ -720,14 +682,6 @@ class Script:
             self.deliver(self.more.choice(self.links))
         for brain in self.brains:
             brain.stopped = True
-
-    def jump(self) -> None:
-        """The time of day of a machine is set."""
-        self.rng.choice(self.machines).wall += self.rng.choice((-1000, -3, -1, 1, 3, 1000))
-
-    def be_silent(self) -> None:
-        """Nothing happens anywhere."""
-        self.now += self.rng.choice((1.5, 3.0, 5.0))
 
     def end_orphans(self) -> None:
         """Nodes notice that the edge of a request has died."""
@@ -754,8 +708,7 @@ class Script:
         machine = self.rng.choice(self.machines)
         machine.suspended += seconds
         self.tell_story(f"a machine is suspended for {seconds} s")
-        everyone: list[Brain | Edge] = [*self.brains, *self.edges]
-        held = [one for one in everyone if one.machine is machine]
+        held = [one for one in self.processes_here() if one.machine is machine]
         before = [one.stopped for one in held]
         for one in held:
             one.stopped = True
@@ -802,8 +755,7 @@ class Script:
         leading = [brain for brain in self.brains if brain.member.leads(self.clock(brain) + 0.01)]
         if self.failovers:
             leading = [one for one in leading if one.member.may_grant(self.clock(one) + 0.01)]
-        if len(leading) > 1:
-            raise Broken("two members lead at a time")
+        broken(len(leading) > 1, "two members lead at a time")
         self.links = [link for link in self.links if not link.is_cut or link.up or link.down]
 
     def heal(self) -> None:
@@ -835,19 +787,43 @@ class Script:
         raise Broken("not all slots come free")
 
 
-FAULTS = (
-    Script.fail_over, Script.go_away, Script.go_away, Script.cut_off, Script.cut_off,
-    Script.cut_link, Script.stall_link, Script.stall_link,
-    Script.stop_brain, Script.stop_brain, Script.stop_edge,
-    Script.suspend, Script.kill_edge, Script.kill_brain, Script.jump, Script.be_silent,
-    Script.end_orphans, Script.end_orphans,
+Fault = Callable[[Script], object]
+
+
+def _cut_off(script: Script) -> None:
+    script.rng.choice(script.brains).cut_off = True
+
+
+def _stall(script: Script) -> None:
+    script.of_any_link(lambda link: setattr(link, "is_stalled", True))
+
+
+def _cut_link(script: Script) -> None:
+    script.of_any_link(script.cut)
+
+
+def _jump(script: Script) -> None:
+    """The time of day of a machine is set."""
+    machine = script.rng.choice(script.machines)
+    machine.wall += script.rng.choice((-1000, -3, -1, 1, 3, 1000))
+
+
+def _be_silent(script: Script) -> None:
+    """Nothing happens anywhere."""
+    script.now += script.rng.choice((1.5, 3.0, 5.0))
+
+
+FAULTS: tuple[Fault, ...] = (
+    Script.fail_over, Script.go_away, Script.go_away, _cut_off, _cut_off, _cut_link, _stall, _stall,
+    lambda script: script.stop(script.brains), lambda script: script.stop(script.brains),
+    lambda script: script.stop(script.edges), Script.suspend, Script.kill_edge, Script.kill_brain,
+    _jump, _be_silent, Script.end_orphans, Script.end_orphans,
 )  # fmt: skip
 """What goes wrong, each as often as it stands here."""
-CHANGES = (
+CHANGES: tuple[Fault, ...] = (
     Script.change_members, Script.change_members, Script.change_slots, Script.change_nodes,
 )  # fmt: skip
 """And what changes, where there are edges."""
-LIST_FAULTS = (
-    Script.change_members, Script.change_members, Script.change_members, Script.stall_link,
-    Script.strand, Script.be_silent, Script.cut_link, Script.kill_edge,
+LIST_FAULTS: tuple[Fault, ...] = (
+    *[Script.change_members] * 3, _stall, Script.strand, _be_silent, _cut_link, Script.kill_edge,
 )  # fmt: skip

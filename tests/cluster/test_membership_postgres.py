@@ -18,8 +18,7 @@ from tests.cluster.memberships import Cluster, One
 from tests.postgres import PostgresServer, needs_postgres
 
 TERM = 4.0
-LIMIT = 90.0
-"""Seconds until what is to come must have come: machines may stand still."""
+LIMIT = 90.0  # seconds until what is to come must have come: machines may stand still
 pytestmark = [needs_postgres, pytest.mark.slow]
 
 

@@ -32,8 +32,7 @@ from gateway.http.exchange import ConnectionOrigin
 from tests.cluster.certificates import CLUSTER, Authority
 from tests.gateways import until
 
-LIMIT = 20.0
-"""Seconds that a thing may take where its time is not the matter."""
+LIMIT = 20.0  # seconds that a thing may take where its time is not the matter
 
 
 @pytest.fixture(scope="module")

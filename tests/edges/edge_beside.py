@@ -44,8 +44,7 @@ class Edge:
     session: EdgeSession
     handler: RequestHandler
     client: httpx.AsyncClient
-    lost: list[str] = field(default_factory=list)
-    """Why its link was lost, as it was told."""
+    lost: list[str] = field(default_factory=list)  # why its link was lost, as it was told
     broken: list[tuple[str, ...]] = field(default_factory=list)
     """What broke off then, as the brain has told."""
 

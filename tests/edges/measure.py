@@ -33,14 +33,10 @@ from tests.edges.played import CALLER, a_bare_brain, a_played_node
 from tests.lease_requests import a_lease_request
 from tests.schedule.build import a_scheduler
 
-HOLD_SECONDS = 0.5
-"""Seconds for which each lease is held."""
-SLOTS = 100
-"""Of each node: so many that no request waits."""
-WARMING = 100
-"""Requests before the first that counts."""
-ECHO_BYTES = 700
-"""About those of a question."""
+HOLD_SECONDS = 0.5  # seconds for which each lease is held
+SLOTS = 100  # of each node: so many that no request waits
+WARMING = 100  # requests before the first that counts
+ECHO_BYTES = 700  # about those of a question
 
 
 def a_member(
@@ -111,7 +107,7 @@ async def steadily(rate: float, count: int, act: Callable[[int], object]) -> Non
         act(number)
 
 
-async def be_edge(rate: float, seconds: float, link: Callable[[], int], echo: socket.socket) -> int:
+async def be_edge(rate: float, count: int, link: Callable[[], int], echo: socket.socket) -> int:
     services = EdgeServices("edge")
     services.relink(socket.socket(fileno=link()), loopback=True)
     await services.wait_ready(30.0)

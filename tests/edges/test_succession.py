@@ -113,10 +113,8 @@ class Script:
     """By the leases under which each was written."""
     begun: dict[str, EdgeServices] = field(default_factory=dict)
     """At which edge each request has begun."""
-    dead: set[EdgeServices] = field(default_factory=set)
-    """Edges that tell nothing any more."""
-    stopped: int = 0
-    """How often a lease was void when its request was to be written."""
+    dead: set[EdgeServices] = field(default_factory=set)  # edges that tell nothing any more
+    stopped: int = 0  # how often a lease was void when its request was to be written
     edges: dict[str, EdgeServices] = field(default_factory=dict)
     fences: dict[str, Fence] = field(default_factory=dict)
     worlds: list[World] = field(default_factory=list)

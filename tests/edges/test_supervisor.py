@@ -35,10 +35,8 @@ class Sessions:
     loopback: bool = False
     lose: list[Callable[[], None]] = field(default_factory=list)
     """For each that has begun: what its link calls when it is lost."""
-    told: list[str] = field(default_factory=list)
-    """Edges whose end is no failure."""
-    dead: list[tuple[str, int]] = field(default_factory=list)
-    """Edges whose processes have ended."""
+    told: list[str] = field(default_factory=list)  # edges whose end is no failure
+    dead: list[tuple[str, int]] = field(default_factory=list)  # edges whose processes have ended
 
     def expect_end(self, name: str) -> None:
         self.told.append(name)

@@ -291,8 +291,7 @@ async def test_the_clients_deadline_holds_in_the_queue_too(tmp_path: Path) -> No
 # A client that stops reading: what ends its request, and that nothing is left of it.
 
 
-WHOLE = 8 << 20
-"""Bytes of a plain response: more than the sockets' buffers take."""
+WHOLE = 8 << 20  # bytes of a plain response: more than the sockets' buffers take
 
 
 def answers_at_length(node: EmulatedNode) -> None:

@@ -29,8 +29,7 @@ from tests.forward.proxy_over_nodes import (
 from tests.gateways import until
 from tests.virtual import in_virtual_time
 
-AFTER = 12
-"""Events; by then, content has come in every API."""
+AFTER = 12  # events; by then, content has come in every API
 
 CHAT, COMPLETIONS, ANTHROPIC, RESPONSES, NATIVE = GENERATION_PATHS
 BREAKS: list[tuple[str, dict[str, Any]]] = [

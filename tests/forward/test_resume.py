@@ -607,10 +607,8 @@ class Template:
     """A node whose template writes reasoning in tags. Each character is a token."""
 
     def __init__(self, *, shows: bool = True, opens: bool = False, prefills: bool = True) -> None:
-        self.shows = shows
-        """Whether it renders reasoning."""
-        self.opens = opens
-        """Whether its prompt ends with an open tag."""
+        self.shows = shows  # whether it renders reasoning
+        self.opens = opens  # whether its prompt ends with an open tag
         self.prefills = prefills
         """Whether it continues the assistant's last message, instead of beginning the next."""
 

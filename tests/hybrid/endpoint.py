@@ -15,8 +15,7 @@ from typing import Any, Self
 from tests.virtual import now
 
 SOME_WORDS = ("one ", "two ", "three ", "four ", "five ", "six ", "seven ", "eight ")
-ROUND_TRIP = 0.001
-"""Seconds that a refusal takes; none comes at once."""
+ROUND_TRIP = 0.001  # seconds that a refusal takes; none comes at once
 
 
 class Endpoint:
