@@ -57,12 +57,10 @@ async def settled(running: Running, edge: Edge) -> None:
 
 @in_virtual_time
 async def test_requests_go_through_and_are_recorded_once_by_the_brain(tmp_path: Path) -> None:
-    async with (
-        running_gateway(tmp_path, [a_slow_node()], alice(limits={"concurrency": 3})) as running,
-        an_edge(running) as edge,
-    ):
+    node, settings = a_slow_node(answer_tokens=100), alice(limits={"concurrency": 3})
+    async with running_gateway(tmp_path, [node], settings) as running, an_edge(running) as edge:
         records = records_of(running)
-        answer = await ask(edge, headers=AS_ALICE)
+        answer = await ask(edge, headers=AS_ALICE, max_tokens=40)
         assert answer.status_code == 200, answer.text
         assert answer.text.endswith("data: [DONE]\n\n")
         await until(lambda: records)
@@ -84,7 +82,7 @@ async def test_requests_go_through_and_are_recorded_once_by_the_brain(tmp_path: 
             assert (record.status, record.attempts) == (status, 0)
             assert reason is None or record.reason == reason
         # Each prompt has a lease, what is beyond the slots waits at the brain, and is told so.
-        body = {"prompt": ["one", "two"], "max_tokens": 20}
+        body = {"prompt": ["one", "two"], "max_tokens": 100}
         prompts = asyncio.create_task(
             edge.client.post("/v1/completions", json=body, headers=AS_ALICE)
         )
@@ -92,12 +90,12 @@ async def test_requests_go_through_and_are_recorded_once_by_the_brain(tmp_path: 
         ids = [one.request.id for one in running.gateway.registry]
         assert ids == [ids[0], *(f"{ids[0]}.{number}" for number in range(2))]
         waits = await ask(edge, headers=AS_ALICE | {"X-Gateway-Progress": "1"})
-        assert "queued position=2" in waits.text
+        assert "queued position=1" in waits.text
         assert len((await prompts).json()["choices"]) == 2
         await until(lambda: len(records) == 2)
-        assert (records[0].completion_tokens, records[1].completion_tokens) == (40, 40)
-        assert 1.9 < records[1].queue_seconds < 2.2
-        together = await asyncio.gather(*(ask(edge, headers=AS_ALICE, n=1) for _ in range(5)))
+        assert sorted(record.completion_tokens for record in records) == [100, 200]
+        assert max(record.queue_seconds for record in records) > 4.0
+        together = await asyncio.gather(*(ask(edge, headers=AS_ALICE) for _ in range(5)))
         assert sorted(answer.status_code for answer in together) == [200] * 3 + [429] * 2
         await settled(running, edge)
     assert "Traceback" not in (tmp_path / "gateway.log").read_text()

@@ -268,7 +268,8 @@ def test_links_that_are_cut_while_they_are_made_close_no_descriptor_of_others() 
         side.link.close()
         await EdgeLink.over(ours, side.link)
         await until(lambda: ours.fileno() < 0)
-        assert theirs.recv(1) == b""
+        with theirs:
+            assert theirs.recv(1) == b""
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # the gateway's own
         runner.run(run())
