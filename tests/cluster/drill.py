@@ -77,7 +77,6 @@ class Killed:
 
     at: float
     member: str
-    whole: bool  # all of them, not one edge
 
 
 @dataclass(slots=True)
@@ -141,8 +140,8 @@ class Drill:
         before = [one for one in self.outcomes if one.began <= time]
         return f"{time - before[-1].began:.1f} s after {before[-1].fault}" if before else "early"
 
-    def note_killed(self, member: Member, *, whole: bool) -> None:
-        self.killed.append(Killed(time.monotonic(), member.name, whole))
+    def note_killed(self, member: Member) -> None:
+        self.killed.append(Killed(time.monotonic(), member.name))
 
 
 Which = Callable[[Drill], Awaitable[Member]]
@@ -165,14 +164,14 @@ async def follower_of(drill: Drill) -> Member:
 async def kill_edge(drill: Drill) -> None:
     member = drill.rng.choice(drill.members)
     if edges := member.edges():
-        drill.note_killed(member, whole=False)
+        drill.note_killed(member)
         psutil.Process(drill.rng.choice(edges)).kill()
 
 
 async def kill(drill: Drill, which: Which) -> None:
     """Kill a member, and start it again as systemd would, `RestartSec=2`."""
     member = await which(drill)
-    drill.note_killed(member, whole=True)
+    drill.note_killed(member)
     pids = member.kill()
     await asyncio.sleep(2)
     assert all(map(gone, pids)), f"processes of {member.name} outlive it"
@@ -232,7 +231,7 @@ async def stop_database(drill: Drill, *, killed: bool = False) -> None:
     try:
         if killed:
             await asyncio.sleep(3 * TERM)
-            drill.note_killed(member, whole=True)
+            drill.note_killed(member)
             member.kill()
             await asyncio.sleep(2)
             member.start()
@@ -326,21 +325,9 @@ async def run_faults(drill: Drill, names: Sequence[str], settle: float) -> None:
 
 async def all_well(drill: Drill, after: str) -> None:
     """Wait until one member leads, and all say so and show all edges; note if that takes long."""
-    if len(drill.members) == 1:
-        return
     until = time.monotonic() + LIMIT
-    while True:
-        told = [await one.status(drill.admin) for one in drill.members]
-        found = [(one or {}).get("cluster") or {} for one in told]
-        shown = [
-            (
-                one.get("leader"),
-                one.get("epoch"),
-                tuple(sorted(member["role"] for member in one.get("members", ()))),
-                sum(edge["ready"] for member in one.get("members", ()) for edge in member["edges"]),
-            )
-            for one in found
-        ]
+    while len(drill.members) > 1:
+        shown = [shown_by(await one.status(drill.admin)) for one in drill.members]
         roles = ("follower",) * (len(drill.members) - 1) + ("leader",)
         edges = sum(len(one.edges()) for one in drill.members)
         if len(set(shown)) == 1 and shown[0][0] and shown[0][2:] == (roles, edges):
@@ -349,6 +336,14 @@ async def all_well(drill: Drill, after: str) -> None:
             drill.is_wrong(f"after {after} members show {shown} and there are {edges} edges")
             return
         await asyncio.sleep(0.5)
+
+
+def shown_by(status: dict[str, Any] | None) -> tuple[Any, ...]:
+    """What a member shows: leader, epoch, roles, and how many edges are ready."""
+    told = (status or {}).get("cluster") or {}
+    members = told.get("members", ())
+    ready = sum(edge["ready"] for one in members for edge in one["edges"])
+    return told.get("leader"), told.get("epoch"), tuple(sorted(m["role"] for m in members)), ready
 
 
 # Verdict.

@@ -132,10 +132,8 @@ class Edge:
 class Script:
     """One run; `play` raises Broken."""
 
-    def __init__(
-        self, rules: Rules, seed: int, *, say: Callable[[str], None] | None = None
-    ) -> None:
-        self.rules, self.say = rules, say
+    def __init__(self, rules: Rules, seed: int) -> None:
+        self.rules = rules
         self.rng, self.more = random.Random(seed), random.Random(seed)
         rng = self.rng
         self.now = 0.0
@@ -215,10 +213,6 @@ class Script:
         """All of them, beginning with any."""
         first = int(self.rng.random() * len(all_of_them))
         return all_of_them[first:] + all_of_them[:first]
-
-    def tell_story(self, what: str) -> None:
-        if self.say is not None:
-            self.say(f"{self.now:7.2f} {what}")
 
     # The script.
 
@@ -328,12 +322,10 @@ class Script:
             member, tenure = brain.member, brain.tenure
             if member.leads(clock) and (tenure is None or tenure.epoch != member.row.epoch):
                 self.wins += 1
-                self.tell_story(f"{brain.name} leads, epoch {member.row.epoch}")
                 brain.tenure = self.rules.fencing.Tenure(
                     member.row.epoch, member.won_at, self.lists, brain.slots, alone_seconds=ALONE
                 )
         else:
-            self.tell_story(f"{brain.name} is refused {step.step}")
             brain.member.refused()
 
     def lead(self, brain: Brain) -> None:
@@ -358,7 +350,6 @@ class Script:
         new = brain.tenure.next_list(self.wanted, self.clock(brain))
         self.lists = list(brain.tenure.lists)
         if new is not None:
-            self.tell_story(f"{brain.name} tells of {new}")
             self.lists.append(new)
             brain.tenure.share_by(new)
 
@@ -398,7 +389,6 @@ class Script:
 
     def write(self, edge: Edge, number: int, node: str, *, late: bool = False) -> None:
         self.starts += 1
-        self.tell_story(f"{edge.name} writes {number} to {node}")
         lands_at = self.now + self.rng.random() * LONGEST_LANDING
         # A server that has just restarted with fewer slots queues what was granted before.
         late = late or self.now - self.restarted_at[node] < LONGEST_GRANT
@@ -442,7 +432,6 @@ class Script:
                     edge.ended.append(request.number)
         if edge.ended and chance() < 0.7:
             number = edge.ended.pop(0)
-            self.tell_story(f"{edge.name} notices the end of {number}")
             broken(not edge.sender.ended(number), "a lease has ended twice")
             self.give_back(edge, number)
 
@@ -476,7 +465,6 @@ class Script:
         edge.link = link = Link(edge, brain, fence.epoch, session)
         edge.greeted_at = self.clock(edge)
         self.links.append(link)
-        self.tell_story(f"{edge.name} greets {brain.name} with {dict(edge.sender.leases)}")
         self.send(link, link.up, ("hello", 0, edge.greeted_at, dict(edge.sender.leases)))
 
     def start(self, edge: Edge, number: int) -> None:
@@ -489,14 +477,12 @@ class Script:
         number = edge.sender.start_alone(node, self.clock(edge))
         if number is not None:
             self.alone_starts += 1
-            self.tell_story(f"{edge.name} alone: {number}")
             self.write_soon(edge, number)
 
     def write_soon(self, edge: Edge, number: int) -> None:
         node = edge.sender.leases[number]
         if self.rng.random() < 0.01:
             self.stops += 1
-            self.tell_story(f"{edge.name} stops before it writes {number} to {node}")
             edge.stopped, edge.unwritten = True, (number, node)
         else:
             self.write(edge, number, node)
@@ -550,7 +536,6 @@ class Script:
                 if not brain.member.may_grant(clock):
                     break
                 if grant(tenure, link.session, rest[0], node, clock):
-                    self.tell_story(f"{brain.name} grants {link.edge.name} {rest[0]} on {node}")
                     told = ("grant", tenure.epoch, link.session.number, rest[0], node)
                     self.send(link, link.down, told)
                     break
@@ -598,7 +583,6 @@ class Script:
                 brain.cut_off = False
             if brain.stopped and chance() < 0.15:
                 brain.stopped = False
-                self.tell_story(f"{brain.name} goes on")
         for edge in self.edges:
             if edge.stopped and chance() < 0.15:
                 self.resume(edge)
@@ -620,20 +604,17 @@ class Script:
             back = next((i for i, row in enumerate(reversed(self.rows)) if row[1] != epoch), 1)
         del self.rows[-min(len(self.rows) - 1, back) :]
         self.failovers += 1
-        self.tell_story(f"the database fails over to {self.rows[-1]}")
         change = "UPDATE leadership SET holder = ?, epoch = ?, counter = ?"
         self.database.execute(change, self.rows[-1])
 
     def go_away(self) -> None:
         self.is_away = not self.is_away
-        self.tell_story("the database is away or back")
 
     def change_slots(self) -> None:
         """A server restarts with another number of slots; who knows it, and when, is chance."""
         node = self.more.choice([*self.slots])
         before = self.slots[node]
         self.slots[node] = after = self.more.choice((1, 2, 3, 4))
-        self.tell_story(f"{node} has {after} slots in place of {before}")
         if after < before:
             # Nobody gets an answer before its server is there again.
             self.restarted_at[node] = self.now
@@ -655,16 +636,13 @@ class Script:
         """A process reads another inventory, without one of the nodes."""
         one = self.more.choice(self.processes_here())
         node = self.more.choice([*self.slots])
-        if not one.stopped and one.slots.pop(node, 0) and isinstance(one, Brain):
-            self.tell_story(f"{one.name} does not know {node}")
-            if one.tenure is not None:
-                one.tenure.set_nodes(one.slots, self.clock(one))
+        if not one.stopped and one.slots.pop(node, 0) and isinstance(one, Brain) and one.tenure:
+            one.tenure.set_nodes(one.slots, self.clock(one))
 
     def change_members(self) -> None:
         """An operator adds an edge to those that share, or removes it."""
         if self.names:
             self.wanted ^= {self.more.choice(self.names)}
-            self.tell_story(f"{sorted(self.wanted)} are to share")
 
     def of_any_link(self, do: Callable[[Link], object]) -> None:
         if self.links:
@@ -674,7 +652,6 @@ class Script:
         if processes:
             one = self.rng.choice(processes)
             one.stopped = True
-            self.tell_story(f"{one.name} stops")
 
     def strand(self) -> None:
         """All edges are left alone, right after somebody has told something."""
@@ -697,7 +674,6 @@ class Script:
 
     def resume(self, edge: Edge) -> None:
         edge.stopped = False
-        self.tell_story(f"{edge.name} goes on")
         if edge.unwritten is not None:
             (number, node), edge.unwritten = edge.unwritten, None
             self.write(edge, number, node, late=True)
@@ -707,7 +683,6 @@ class Script:
         seconds = self.rng.choice((0.5, 2.0, 4.0))
         machine = self.rng.choice(self.machines)
         machine.suspended += seconds
-        self.tell_story(f"a machine is suspended for {seconds} s")
         held = [one for one in self.processes_here() if one.machine is machine]
         before = [one.stopped for one in held]
         for one in held:
@@ -724,7 +699,6 @@ class Script:
             return
         index = self.rng.randrange(len(self.edges))
         edge = self.edges[index]
-        self.tell_story(f"{edge.name} is killed")
         self.edges[index] = self.new_edge(edge.name, edge.machine)
         # Its connections to nodes are closed: some servers go on for a while.
         for requests in self.running.values():
@@ -738,7 +712,6 @@ class Script:
     def kill_brain(self) -> None:
         index = self.rng.randrange(len(self.brains))
         brain = self.brains[index]
-        self.tell_story(f"{brain.name} is killed")
         self.brains[index] = self.new_brain(brain.machine)
         self.hang_up(brain)
 
@@ -760,7 +733,6 @@ class Script:
 
     def heal(self) -> None:
         """All goes well, and nobody asks for more: then all slots are free some time."""
-        self.tell_story("all is well")
         self.is_away, self.trouble, self.delivery = False, 0.0, 1.0
         self.losses = self.delays = self.idles = 0.0
         for brain in self.brains:

@@ -262,23 +262,6 @@ async def test_an_edge_that_comes_again_over_another_link_is_counted_once(tmp_pa
         await until(lambda: heard == [8])
 
 
-@in_virtual_time
-async def test_what_was_recorded_and_not_booked_is_not_recorded_again(tmp_path: Path) -> None:
-    async with a_cluster(tmp_path, a_node(answer_tokens=2)) as cluster:
-        first, _ = cluster.members
-        session = first.brain.sessions[EDGE]
-        session._tell_booked = lambda: None  # type: ignore[method-assign]
-        await cluster.ask()
-        await cluster.ask(model="nobody-has-it")
-        await until(lambda: len(first.records) == 2)
-        await asyncio.sleep(1.0)
-        assert not cluster.services.requests.are_booked
-        session.link.fail("the cable")
-        await cluster.relink(first)
-        await until(lambda: cluster.services.requests.are_booked)
-        assert len(first.records) == 2
-        assert first.counted() == [(0, 0, 0)]
-        assert first.running.held() == {}
 
 
 @in_virtual_time
@@ -323,25 +306,6 @@ async def test_nothing_is_granted_and_no_edge_taken_outside_a_reign(tmp_path: Pa
         assert (await own).status_code == 200
 
 
-@in_virtual_time
-async def test_the_leaders_requests_are_no_second_gateways_to_one_that_led_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gateway.nodes.node.LEAST_MINUTES", 1)
-    async with a_cluster(tmp_path, a_node(answer_tokens=600)) as cluster:
-        first, second = cluster.members
-        fleet, [seen] = first.running.gateway.fleet, nodes_of(first)
-        await cluster.depose(first)
-        await cluster.lead(second)
-        asked = cluster.ask()
-        await until(lambda: seen.foreign == 1)
-        assert seen.others_take_slots(now())
-        assert not fleet.others_take_slots(seen)
-        assert (await asked).status_code == 200
-        await cluster.depose(second)
-        await cluster.lead(first)
-        assert not seen.others_take_slots(now())
-        assert fleet._alone_from <= now()
 
 
 @in_virtual_time

@@ -19,7 +19,6 @@ from gateway.lease import (
     AttemptReport,
     ExpectedReading,
     GrantedLease,
-    QueuePosition,
     Tried,
 )
 from gateway.transport.connection import TurnLimit
@@ -161,21 +160,6 @@ async def test_a_request_that_is_ended_or_shed_while_it_waits_withdraws_its_ques
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_a_place_in_the_queue_is_asked_for_one_at_a_time() -> None:
-    world = World()
-    task = await world.ask()
-    scheduler = world.scheduler
-    assert scheduler.queue_position("another") is None
-    assert scheduler.queue_position("req_1") is None
-    assert scheduler.queue_position("req_1") is None
-    asked = [one for one in world.link.all if isinstance(one, messages.AskPosition)]
-    assert len(asked) == 1
-    place = QueuePosition("req_1", 3, 1.0)
-    scheduler.take_position(messages.Position(asked[0].request_id, place))
-    assert scheduler.queue_position("req_1") == place
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    assert scheduler.queue_position("req_1") is None
 
 
 async def test_whether_silence_is_excused_is_asked_and_holds_for_a_while() -> None:
@@ -208,19 +192,6 @@ async def test_a_full_pool_is_believed_of_a_node_that_has_more_work() -> None:
     assert world.scheduler.pool_overflowed(third.id)
 
 
-async def test_when_the_link_is_lost_nobody_waits_any_longer() -> None:
-    world = World()
-    waits = await world.ask()
-    asks = asyncio.create_task(
-        world.scheduler.ask_nodes("has_cpu_node", a_lease_request(), NOTHING_TRIED)
-    )
-    await asyncio.sleep(0)
-    world.scheduler.close()
-    for task in (waits, asks):
-        with pytest.raises(GatewayError, match="shutting down"):
-            await task
-    with pytest.raises(GatewayError, match="shutting down"):
-        await (await world.ask("late"))
 
 
 async def test_connections_to_a_node_are_kept_until_its_route_changes() -> None:

@@ -169,12 +169,6 @@ async def test_an_edge_that_ends_or_whose_link_is_lost_is_started_again(killed: 
         client.close()
 
 
-async def test_an_edge_that_does_not_begin_to_serve_is_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(supervisor, "MOST_START_SECONDS", 0.05)
-    async with brain(1, serves=False) as site:
-        await until(lambda: site.edges.died > 1, LIMIT)
 
 
 async def test_an_edge_that_is_held_up_gets_no_more_until_it_goes_on() -> None:

@@ -25,7 +25,6 @@ from gateway.config.scheduling import TimeoutSettings
 from gateway.config.settings import Settings
 from gateway.events import RequestRecord
 from gateway.forward.in_flight import (
-    REPORT_INTERVAL,
     Attempt,
     AttemptTimeouts,
     InFlightRequest,
@@ -51,7 +50,7 @@ from tests.forward.proxy_over_nodes import (
     proxy_over,
 )
 from tests.gateways import until
-from tests.nodes.build import Clock, a_node, learn_timings, take
+from tests.nodes.build import Clock, a_node, take
 from tests.virtual import in_virtual_time, now
 
 LIMITS = AttemptTimeouts(first_byte=60.0, silence=20.0, deadline=1000.0)
@@ -144,16 +143,6 @@ async def test_a_client_that_lags_excuses_silence_and_nothing_excuses_the_total_
 
 
 @in_virtual_time
-async def test_the_scheduler_is_told_of_moving_streams_once_a_second() -> None:
-    clock = Clock(100.0)
-    attempt = WatchedAttempt(take(a_node(clock)))
-    look = await limits_of(clock, attempt)
-    for number in range(100):
-        assert look(100.0 + number / 10) is None
-    assert attempt.reports == 10 / REPORT_INTERVAL
-
-
-@in_virtual_time
 async def test_an_attempt_that_ends_with_another_one_is_left_alone() -> None:
     clock = Clock(100.0)
     node = a_node(clock)
@@ -179,19 +168,6 @@ def test_a_long_prompt_and_the_node_itself_may_change_timeouts(grace: float, lim
         lease = a_granted_lease(grace=grace, node=node)
         found = timeouts_for(lease, a_proxy_request(), settings)
         assert found == AttemptTimeouts(limit, settings.silence, total)
-
-
-@in_virtual_time
-async def test_comments_do_not_prevent_the_silence_timeout(tmp_path: Path) -> None:
-    one = EmulatedNode(prefill_tps=1, ping_interval=0.05)
-    async with proxy_over(
-        tmp_path, one, timeouts={"first_byte": 0.4}, retries={"attempts": 1}
-    ) as proxy:
-        learn_timings(proxy.node("a").speed, {"prompt_n": 10_000, "prompt_ms": 1000})
-        reply = await proxy.stream()
-        assert (reply.status, reply.headers["x-gateway-reason"]) == (504, "node_timeout")
-        assert reply.headers["x-should-retry"] == "false"
-        await one.kill()  # it would read on for a minute
 
 
 class Unreachable(ConnectionPool):
@@ -273,21 +249,6 @@ async def test_a_gateway_that_was_held_up_reads_before_it_checks_timeouts(answer
     watch.close()
 
 
-@in_virtual_time
-async def test_the_clients_deadline_holds_in_the_queue_too(tmp_path: Path) -> None:
-    one = EmulatedNode(slots=1, decode_tps=20, answer_tokens=40)
-    async with proxy_over(tmp_path, one) as proxy:
-        first = asyncio.create_task(proxy.ask())
-        await until(lambda: one.busy == 1)
-        reply = await proxy.ask(headers={"X-Request-Timeout": "0.2"})
-        assert (reply.status_code, reply.headers["x-gateway-reason"]) == (503, "queue_timeout")
-        assert reply.headers["x-should-retry"] == "false"
-        assert int(reply.headers["retry-after"]) >= 1
-        assert int(reply.headers["x-gateway-queue-ms"]) >= 100
-        assert (await first).status_code == 200
-        assert one.requests == 1
-
-
 # A client that stops reading: what ends its request, and that nothing is left of it.
 
 
@@ -329,18 +290,6 @@ async def test_a_request_whose_client_stalls_can_be_ended(
                 (in_flight,) = proxy.app.registry
                 in_flight.cancel(errors.shutting_down())
             await until_over(proxy, status)
-
-
-@in_virtual_time
-async def test_a_drained_node_is_released_though_the_client_stalls(tmp_path: Path) -> None:
-    one, two = endless(), endless()
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
-        async with slow_clients(proxy, 1, timings_per_token=True, temperature=0):
-            await until_it_lags(proxy)
-            proxy.app.fleet.drain("a")
-            proxy.app.drain_deadlines.set("a", 0.01)
-            await until(lambda: proxy.node("a").leased == 0 and one.busy == 0)
-            await until(lambda: two.requests == 1)
 
 
 @pytest.mark.parametrize("stream", [True, False])

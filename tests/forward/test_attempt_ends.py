@@ -23,7 +23,6 @@ from tests.emulator.language_model import count_tokens
 from tests.forward.answering_endpoint import over_endpoint, response
 from tests.forward.proxy_over_nodes import (
     A_FIRST,
-    BODIES,
     GENERATION_PATHS,
     ProxyOverNodes,
     prompt_field,
@@ -75,22 +74,6 @@ async def test_a_nodes_speed_is_learnt_from_its_plausible_timings(tmp_path: Path
         await proxy.settled()
         assert speed.decode_tps == pytest.approx(200, rel=0.5)
         assert speed.prefill_tps == pytest.approx(400, rel=0.5)
-
-
-@in_virtual_time
-async def test_a_request_costs_its_share_of_the_node_or_its_tokens(tmp_path: Path) -> None:
-    one, two = EmulatedNode(slots=2, decode_tps=100, answer_tokens=20), EmulatedNode()
-    nodes = (
-        {"cost_per_hour": 3600.0, "model": "rented"},
-        {"cost_per_million_tokens": {"prompt": 1e6, "completion": 2e6}, "model": "bought"},
-    )
-    async with proxy_over(tmp_path, one, two, nodes=nodes) as proxy:
-        await proxy.ask(model="rented")
-        await proxy.ask(model="bought", max_tokens=5)
-        await proxy.settled()
-        rented, bought = proxy.finished
-        assert rented.cost == pytest.approx(rented.duration_seconds / 2, rel=0.5)
-        assert bought.cost == bought.prompt_tokens + 2 * bought.completion_tokens
 
 
 # What a request counts whose client left, or whose node failed: what nodes did for it.
@@ -184,20 +167,6 @@ async def test_progress_that_is_hidden_from_the_caller_is_counted(tmp_path: Path
 
 
 @in_virtual_time
-async def test_a_request_that_runs_tells_what_it_has_taken_by_now(tmp_path: Path) -> None:
-    one = EmulatedNode(slots=2, decode_tps=10, answer_tokens=500)
-    async with proxy_over(tmp_path, one, **SETTINGS) as proxy:
-        task = asyncio.create_task(left_after(proxy, 5.1, stream=True, n=2))
-        await asyncio.sleep(5.05)
-        (running,) = proxy.app.registry
-        assert running.tokens_so_far()[1] == pytest.approx(100, abs=10)
-        seconds = proxy.app.registry.slot_seconds_so_far(running.request.id)
-        assert seconds == pytest.approx(2 * 5.0, abs=0.3)
-        record, _ = await task
-        assert record.slot_seconds == pytest.approx(seconds, abs=0.3)
-
-
-@in_virtual_time
 async def test_a_short_prompt_left_in_prefill_counts_by_the_time(tmp_path: Path) -> None:
     one = EmulatedNode(prefill_tps=20, decode_tps=100, answer_tokens=2)
     async with proxy_over(tmp_path, one, **SETTINGS) as proxy:
@@ -259,20 +228,6 @@ async def test_several_prompts_count_together_when_their_client_leaves(tmp_path:
         assert complete == [record] == proxy.finished
         assert record.completion_tokens == pytest.approx(90, abs=9)
         assert record.slot_seconds == pytest.approx(9.0, abs=0.3)
-
-
-@pytest.mark.parametrize("path", GENERATION_PATHS)
-@in_virtual_time
-async def test_progress_that_only_the_gateway_asked_for_is_not_in_the_stream(
-    tmp_path: Path, path: str
-) -> None:
-    assert path in BODIES
-    one = EmulatedNode(prefill_tps=2000, context=100_000, batch=BATCH, answer_tokens=5)
-    async with proxy_over(tmp_path, one, **SETTINGS) as proxy:
-        long = await proxy.stream(path, **prompt_field(path, LONG_TEXT))
-        short = await proxy.stream(path)
-        assert b"prompt_progress" not in long.body
-        assert len(long.events) == len(short.events)
 
 
 # What a request counts whose node reports no tokens, or those of one answer alone.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,26 +18,17 @@ def spent(budget: RetryBudget, now: float, share: float, least: int) -> int:
     return count
 
 
-def test_the_past_is_forgotten_on_both_sides() -> None:
+def test_what_is_left_is_a_share_of_what_came_lately_and_never_negative() -> None:
     budget = RetryBudget()
     for _ in range(1000):
         budget.count_request(0.0)
     assert spent(budget, 0.0, 0.2, 10) == 200
+    assert budget.remaining(1.0, 0.1, 10) == 0, "the settings may have changed"
+    assert budget.remaining(1.0, 0.5, 10) == 300
     later = 2 * BUDGET_WINDOW
     assert budget.remaining(later, 0.2, 10) == 10
     budget.count_request(later)
     assert spent(budget, later, 0.2, 10) == 10
-
-
-def test_what_is_left_is_told_and_never_negative() -> None:
-    budget = RetryBudget()
-    assert budget.remaining(0.0, 0.2, 10) == 10
-    for _ in range(100):
-        budget.count_request(0.0)
-    assert spent(budget, 1.0, 0.2, 10) == 20
-    assert budget.remaining(1.0, 0.2, 10) == 0
-    assert budget.remaining(1.0, 0.1, 10) == 0, "the settings may have changed"
-    assert budget.remaining(1.0, 0.5, 10) == 30
 
 
 @given(st.lists(st.tuples(st.floats(0, 50), st.booleans()), max_size=200))
@@ -54,22 +44,19 @@ def test_retries_never_pass_the_share_or_the_minimum(steps: list[tuple[float, bo
 AT_ONCE = RetrySettings(backoff=0.0, backoff_max=0.0)
 
 
-async def attempts(
-    spend: Callable[[], bool] = lambda: True, *, most: int = 3, reached_node: bool = True
-) -> int:
-    """How many attempts are made that all fail like this."""
-    retries, count = Retries(AT_ONCE, most, spend), 1
-    while await retries.granted(reached_node=reached_node):
+@pytest.mark.parametrize("reached", [True, False])
+async def test_the_budget_is_asked_once_for_each_further_attempt(reached: bool) -> None:
+    asked: list[bool] = []
+
+    def spend() -> bool:
+        asked.append(True)
+        return True
+
+    retries, count = Retries(AT_ONCE, 3, spend), 1
+    while await retries.granted(reached_node=reached):
         count += 1
-    return count
-
-
-async def test_the_budget_is_asked_once_for_each_further_attempt() -> None:
-    asked = iter(range(10))
-    assert await attempts(lambda: next(asked) < 10) == 3
-    assert next(asked) == 2
-    assert await attempts(lambda: next(asked) < 10, reached_node=False) == 3
-    assert next(asked) == 3, "no node has more work by a failure that reached none"
+    # No node has more work by a failure that reached none.
+    assert (count, len(asked)) == (3, 2 if reached else 0)
 
 
 async def test_a_lack_of_budget_is_told_from_the_most_attempts() -> None:

@@ -18,7 +18,6 @@ from tests.emulator import EmulatedNode, expected_chat_text
 from tests.forward.answering_endpoint import over_endpoint
 from tests.forward.granted_lease import a_proxy_request
 from tests.forward.proxy_over_nodes import (
-    A_FIRST,
     BODIES,
     GENERATION_PATHS,
     MESSAGES,
@@ -285,21 +284,6 @@ async def test_a_client_that_reads_slowly_loses_nothing_but_comments(tmp_path: P
         stream = Stream(200, reply.headers, data)
         assert (stream.text, stream.errors) == (expected_chat_text(MESSAGES, 3000), [])
         assert not re.search(rb"(?:\A|\n):", data), "they can be switched off"
-
-
-@pytest.mark.parametrize("path", [*GENERATION_PATHS, "/v1/embeddings"])
-@in_virtual_time
-async def test_an_error_that_is_not_utf8_is_still_an_error(tmp_path: Path, path: str) -> None:
-    one, two = EmulatedNode(embeddings=True), EmulatedNode(embeddings=True)
-    bad = '{"error": {"message": "\udcff\udcfe"}}'
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
-        one.faults.next("status", status=500, body=bad)
-        assert (await proxy.ask(path, input="x", stream=True)).status_code == 200
-        for status in (400, 500):
-            for node in (one, two):
-                node.faults.clear()
-                node.faults.set("status", status=status, body=bad)
-            assert (await proxy.ask(path, input="x", stream=True)).status_code == status
 
 
 # What a node does after its answers have ended is no error to the client.

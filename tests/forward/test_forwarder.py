@@ -76,17 +76,6 @@ async def test_a_refused_connection_takes_the_node_down_at_once(tmp_path: Path) 
 
 
 @in_virtual_time
-async def test_a_retry_goes_to_another_host_if_there_is_one(tmp_path: Path) -> None:
-    servers = [EmulatedNode() for _ in range(3)]
-    nodes = ({"speed_hint": 100.0, "host": "x"}, {"speed_hint": 50.0, "host": "x"}, {"host": "y"})
-    async with proxy_over(tmp_path, *servers, nodes=nodes) as proxy:
-        servers[0].faults.set("reset")
-        assert (await proxy.ask()).headers["x-gateway-node"] == "c"
-        servers[2].faults.set("reset")
-        assert (await proxy.ask()).headers["x-gateway-node"] == "b"
-
-
-@in_virtual_time
 async def test_attempts_are_limited_and_an_outage_is_not_multiplied(tmp_path: Path) -> None:
     servers = [EmulatedNode() for _ in range(4)]
     retries = {"budget": 0.1, "budget_min": 5}
@@ -134,23 +123,6 @@ async def test_a_request_that_waits_in_vain_for_a_node_ends_with_no_node(tmp_pat
         assert 0.3 <= now() - began < 1.0
         await one.revive()
         await until(lambda: proxy.node("a").state is NodeState.READY)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@in_virtual_time
-async def test_requests_without_a_sent_byte_survive_the_restart_of_their_node(
-    tmp_path: Path, stream: bool
-) -> None:
-    one = EmulatedNode(slots=4, prefill_tps=60, answer_tokens=3)
-    async with proxy_over(tmp_path, one) as proxy:
-        tasks = [asyncio.create_task(proxy.ask(stream=stream)) for _ in range(10)]
-        await until(lambda: one.busy == 4)
-        await one.kill()
-        await asyncio.sleep(0.1)
-        await one.revive()
-        replies = await asyncio.gather(*tasks)
-        assert [reply.status_code for reply in replies] == 10 * [200]
-        assert all("error" not in reply.text for reply in replies)
 
 
 # Callers whose nodes are those with certain labels: no attempt ever goes to another node.
