@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import time
 
-import pytest
-
 from gateway.cluster.leadership import (
     Change,
     LeaderRow,
@@ -53,29 +51,6 @@ def renew(member: Member, asked_at: float, answered_at: float) -> Change:
     assert not step.is_claim
     member.done(step, asked_at, answered_at)
     return step
-
-
-def test_a_row_is_claimed_only_after_it_was_unchanged_for_a_whole_term() -> None:
-    member = Member("me", TERM)
-    assert member.next_step(10.0) is None
-    now = watch(member, OTHER, 10.0, 11.75)
-    assert (role(member, now), member.pause(now)) == ("follower", 0.25)
-    assert member.next_step(11.99) is None
-    watch(member, OTHER, now, 12.0)
-    assert role(member, 12.0) == "challenger"
-    assert member.next_step(12.0) == Change(OTHER, LeaderRow("me", 4, 0), is_claim=True)
-
-
-@pytest.mark.parametrize(
-    "renewed", [OTHER._replace(counter=8), OTHER._replace(epoch=4), OTHER._replace(holder="third")]
-)
-def test_any_change_of_the_row_begins_another_term(renewed: LeaderRow) -> None:
-    member = Member("me", TERM)
-    watch(member, OTHER, 10.0, 11.9)
-    watch(member, renewed, 11.95, 13.9)
-    assert role(member, 13.94) == "follower"
-    watch(member, renewed, 13.95, 13.95)
-    assert role(member, 13.96) == "challenger"
 
 
 def test_a_row_is_claimed_only_after_the_term_of_its_holder_if_that_is_longer() -> None:
@@ -125,14 +100,6 @@ def test_a_leader_that_is_refused_stops_at_once() -> None:
     # By the clock that counts a suspended machine and is never set.
     before = time.clock_gettime(time.CLOCK_BOOTTIME)
     assert before <= boot_clock() <= time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
-def test_a_leader_grants_once_a_renewal_has_confirmed_its_claim() -> None:
-    member = new_leader(100.0)
-    for asked_at, may_grant in ((100.5, False), (100.75, True)):
-        renew(member, asked_at, asked_at)
-        assert member.may_grant(asked_at) is may_grant
-    assert not member.may_grant(102.75)
 
 
 def test_an_answer_that_got_lost_is_written_by_no_later_step() -> None:

@@ -161,41 +161,6 @@ async def test_what_waits_is_asked_for_anew_with_its_whole_age_and_not_admitted_
 
 
 @in_virtual_time
-async def test_what_no_brain_has_heard_of_is_admitted_by_the_next_one() -> None:
-    async with an_edge() as at:
-        at.brain.cut()
-        unheard = at.ask("unheard")
-        await until(lambda: not at.services.uplink.is_open)
-        in_limbo = at.ask("in limbo")
-        await asyncio.sleep(2.0)
-        brain = await at.next_brain()
-        await brain.last(messages.AskLease, 2)
-        assert brain.all(messages.CarriedRequest) == []
-        for asked in brain.all(messages.AskLease):
-            assert asked.opening is not None
-            assert (asked.opening.id, round(asked.opening.age)) == (asked.request.id, 2)
-            brain.grant(asked.ask)
-        await asyncio.gather(unheard, in_limbo)
-
-
-@in_virtual_time
-async def test_a_client_that_leaves_in_limbo_is_not_asked_for_and_told_of_as_finished() -> None:
-    async with an_edge() as at:
-        asking = at.ask()
-        await at.brain.last(messages.AskLease)
-        await at.lose()
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
-        at.records["req_1"].fail(499, "client_closed")
-        at.finishes()
-        brain = await at.next_brain()
-        finished = await brain.last(messages.Finished)
-        assert (finished.record.request_id, finished.record.status) == ("req_1", 499)
-        assert [one.released for one in brain.all(messages.CarriedRequest)] == [True]
-        assert brain.all(messages.AskLease) == []
-
-
-@in_virtual_time
 async def test_nobody_waits_in_limbo_for_longer_than_in_the_queue() -> None:
     async with an_edge() as at:
         await at.lose()
@@ -397,21 +362,6 @@ async def test_a_lease_that_became_old_before_its_request_was_written_is_given_b
         assert [type(one) for one in at.brain.told[told:]] == [messages.Released, messages.Finished]
 
 
-@in_virtual_time
-async def test_a_lease_whose_request_was_not_written_is_void_with_its_link() -> None:
-    async with an_edge() as at:
-        scheduler = at.services.scheduler
-        lease_id = await at.granted(starts=False)
-        await at.lose()
-        assert not scheduler.may_start(lease_id)
-        brain = await at.next_brain()
-        assert not scheduler.may_start(lease_id)
-        scheduler.ended(AttemptReport(lease_id, "late", 0, False, True, False))
-        at.ask()
-        assert (await brain.last(messages.AskLease)).opening is None
-        assert [*brain.all(messages.CarriedLease), *brain.all(messages.GiveBack)] == []
-
-
 # Which brain.
 
 
@@ -454,19 +404,6 @@ async def test_a_brain_of_another_version_or_without_an_answer_is_told_nothing(
         assert other.told == other.all(messages.Hello)
         assert at.services.epoch == 1
         assert answers or GREETED_SECONDS < now() - began < GREETED_SECONDS + 1.0
-
-
-@in_virtual_time
-async def test_a_new_link_replaces_one_that_still_holds() -> None:
-    async with an_edge() as at:
-        lease_id = await at.granted()
-        unstarted = await at.granted("req_2", starts=False)
-        brain = await at.next_brain()
-        await until(lambda: at.brain.lost)
-        assert [one.lease_id for one in brain.all(messages.CarriedLease)] == [lease_id]
-        assert not at.services.scheduler.may_start(unstarted)
-        # The fake brain says that its own listener is on loopback: that is not the edge's.
-        assert not at.services.loopback
 
 
 @in_virtual_time

@@ -160,8 +160,6 @@ async def test_a_request_that_is_ended_or_shed_while_it_waits_withdraws_its_ques
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-
-
 async def test_whether_silence_is_excused_is_asked_and_holds_for_a_while() -> None:
     world = World()
     lease = await world.lease()
@@ -190,8 +188,6 @@ async def test_a_full_pool_is_believed_of_a_node_that_has_more_work() -> None:
     assert not world.scheduler.pool_overflowed(first.id)
     third = await world.lease("three", shares_pool=True)
     assert world.scheduler.pool_overflowed(third.id)
-
-
 
 
 async def test_connections_to_a_node_are_kept_until_its_route_changes() -> None:

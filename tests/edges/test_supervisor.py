@@ -169,8 +169,6 @@ async def test_an_edge_that_ends_or_whose_link_is_lost_is_started_again(killed: 
         client.close()
 
 
-
-
 async def test_an_edge_that_is_held_up_gets_no_more_until_it_goes_on() -> None:
     clock = [0.0]
     async with brain(2, clock=lambda: clock[0]) as site:

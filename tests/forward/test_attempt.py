@@ -580,22 +580,6 @@ async def test_a_slow_client_holds_no_slot_once_its_response_is_received(tmp_pat
 
 
 @in_virtual_time
-async def test_a_node_that_trickles_is_told_apart_from_a_dead_one(tmp_path: Path) -> None:
-    one = EmulatedNode(answer_tokens=6)
-    async with proxy_over(tmp_path, one, timeouts={"silence": 1.5}) as proxy:
-        # An event takes a quarter of a second, piece by piece: slow, but it moves.
-        one.faults.next("trickle", size=20, seconds=0.02)
-        reply = await proxy.stream()
-        assert (reply.errors, reply.text) == ([], expected_chat_text(MESSAGES, 6))
-        # One large event is no silence either; after it the node is dead.
-        one.faults.next("insert", what="huge", size=1 << 20, after_events=3)
-        one.faults.next("hang", after_events=3)
-        assert (await proxy.stream()).errors == []
-        assert (await proxy.stream()).errors[0]["code"] == "node_timeout"
-        assert proxy.node("a").failures == 1
-
-
-@in_virtual_time
 async def test_bytes_that_never_complete_an_event_do_not_prevent_the_timeout(
     tmp_path: Path,
 ) -> None:

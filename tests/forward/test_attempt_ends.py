@@ -53,29 +53,6 @@ async def test_tokens_are_those_that_the_node_reports(
         assert proxy.outcomes == [("a", "ok")]
 
 
-@in_virtual_time
-async def test_a_nodes_speed_is_learnt_from_its_plausible_timings(tmp_path: Path) -> None:
-    one = EmulatedNode(decode_tps=200, prefill_tps=400, answer_tokens=30)
-    async with proxy_over(tmp_path, one) as proxy:
-        speed = proxy.node("a").speed
-        for timings in (
-            '{"predicted_n":1e308,"predicted_ms":-1,"prompt_n":-5,"prompt_ms":0}',
-            '{"predicted_n":"many","predicted_ms":null}',
-            '{"predicted_n":%s}' % ("9" * 400),
-            "7",
-        ):
-            body = f'{{"choices":[{{"message":{{"content":"x"}}}}],"timings":{timings}}}'
-            one.faults.next("status", status=200, body=body)
-            assert (await proxy.ask()).json()["choices"]
-            await proxy.settled()
-            assert (speed.decode_tps, speed.prefill_tps) == (None, None)
-            assert proxy.finished[-1].completion_tokens <= 1 << 31
-        await proxy.stream()
-        await proxy.settled()
-        assert speed.decode_tps == pytest.approx(200, rel=0.5)
-        assert speed.prefill_tps == pytest.approx(400, rel=0.5)
-
-
 # What a request counts whose client left, or whose node failed: what nodes did for it.
 
 
