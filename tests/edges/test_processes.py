@@ -18,7 +18,6 @@ import httpx
 import pytest
 import trustme
 
-from gateway.callers.keys import new_key
 from tests.emulator import EmulatedNode
 from tests.gateway_processes import LIMIT, Succession, serving
 from tests.gateways import until
@@ -234,28 +233,3 @@ async def test_a_renewed_certificate_reaches_the_edges(tmp_path: Path) -> None:
         assert await subject() == (("DNS", "old.example"),)
         write("new.example")
         await eventually(both_show_the_new_one)
-
-
-async def test_groups_of_the_store_hold_at_every_edge(tmp_path: Path) -> None:
-    key = new_key("team")
-    settings: dict[str, Any] = {
-        **EDGES,
-        "admin": {"port": 0},
-        "keys": [{"id": key.id, "sha256": key.sha256, "group": "night"}],
-    }
-    async with EmulatedNode() as node, serving(tmp_path, node, settings=settings) as line:
-        async with http(line.admin_url) as admin:
-            await until_ready(admin)
-            limits = {"completion_tokens": 2, "models": ["other"]}
-            put = await admin.put("/admin/groups/night", json={"limits": limits})
-            assert put.status_code == 200, put.text
-
-        async def refused() -> bool | None:
-            answers, asked = [], {**HELLO, "model": "demo"}
-            for _ in range(2):  # each connection goes to the next edge
-                async with http(line.url, headers={"authorization": f"Bearer {key.text}"}) as one:
-                    answers.append(await one.post(CHAT, json=asked))
-            told = {(one.status_code, one.headers.get("x-gateway-reason")) for one in answers}
-            return True if told == {(403, "model_not_allowed")} else None
-
-        await eventually(refused)

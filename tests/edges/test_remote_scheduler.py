@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from gateway import errors
 from gateway.edges import messages
 from gateway.edges.carried import EdgeRequests
-from gateway.edges.edge import EXCUSE_SECONDS, GRANT_SECONDS, Nodes, RemoteScheduler
+from gateway.edges.edge import EXCUSE_SECONDS, Nodes, RemoteScheduler
 from gateway.errors import GatewayError
 from gateway.events import EventBus
 from gateway.lease import (
@@ -85,23 +85,6 @@ class World:
         return lease
 
 
-async def test_a_lease_or_a_refusal_is_the_brains() -> None:
-    world = World()
-    lease = await world.lease()
-    assert world.link.last(messages.AskLease).age == 1.5
-    assert (lease.id, lease.model, lease.served_name, lease.slots) == (1, "demo", "demo.gguf", 1)
-    assert lease.node is world.nodes.by_name["a"]
-    assert lease.node.connections is not None
-    assert lease.reading.grace == 2.0
-    task = await world.ask("other")
-    error = errors.queue_full("Full. Try again later.", 7.0)
-    ask = world.link.last(messages.AskLease).ask
-    world.scheduler.refused(messages.Refused(ask, messages.WireError.of(error), None))
-    with pytest.raises(GatewayError) as raised:
-        await task
-    assert (vars(raised.value), raised.value.args) == (vars(error), error.args)
-
-
 @pytest.mark.parametrize("granted", [True, False])
 async def test_a_lease_that_comes_as_or_after_the_client_leaves_is_given_back_once(
     granted: bool,
@@ -118,23 +101,6 @@ async def test_a_lease_that_comes_as_or_after_the_client_leaves_is_given_back_on
     assert kinds == ["AskLease", *([] if granted else ["Withdraw"]), "GiveBack"]
     given_back = world.link.last(messages.GiveBack)
     assert (given_back.lease_id, given_back.late) == (1, False)
-
-
-async def test_a_lease_that_is_too_old_is_given_back_and_asked_for_anew() -> None:
-    world = World()
-    task = await world.ask()
-    first = world.link.last(messages.AskLease)
-    world.clock.passes(30.0)
-    world.link.age = GRANT_SECONDS + 0.1
-    world.grant()
-    assert [type(one) for one in world.link.all[1:]] == [messages.GiveBack, messages.AskLease]
-    assert world.link.last(messages.GiveBack).late
-    again = world.link.last(messages.AskLease)
-    assert (again.request, again.opening) == (first.request, None)
-    assert again.age == 31.5
-    world.link.age = 0.1
-    world.grant()
-    assert (await task).id == 2
 
 
 async def test_a_request_that_is_ended_or_shed_while_it_waits_withdraws_its_question() -> None:

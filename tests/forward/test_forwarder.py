@@ -6,15 +6,25 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from gateway.api.transcript import PostToNode
 from gateway.callers.keys import new_key
+from gateway.config.scheduling import RetrySettings
+from gateway.events import StreamResumed
+from gateway.forward import resume
+from gateway.forward.context import BUDGET_WINDOW, Retries, RetryBudget
+from gateway.forward.resume import ResumeInput, ResumePlan, plan_resume
 from gateway.nodes.node import NodeState
 from gateway.request.routes import ROUTES
+from gateway.schedule.lease_service import LocalLeaseService
 from tests.emulator import EmulatedNode, expected_chat_text
 from tests.forward.proxy_over_nodes import (
+    A_FIRST,
     BODIES,
     GENERATION_PATHS,
     MESSAGES,
@@ -205,3 +215,152 @@ async def test_without_a_node_of_the_pool_it_is_as_without_a_node(tmp_path: Path
         assert len((await get("/v1/models", headers=AS_LEFT)).json()["data"]) == 1
         assert (await get("/props", headers=AS_LEFT)).json()["total_slots"] == 2
     assert "side=lost" in (tmp_path / "gateway.log").read_text()
+
+
+# How often a failed request is tried again.
+
+
+def spent(budget: RetryBudget, now: float, share: float, least: int) -> int:
+    count = 0
+    while count < 10_000 and budget.spend(now, share, least):
+        count += 1
+    return count
+
+
+def test_what_is_left_is_a_share_of_what_came_lately_and_never_negative() -> None:
+    budget = RetryBudget()
+    for _ in range(1000):
+        budget.count_request(0.0)
+    assert spent(budget, 0.0, 0.2, 10) == 200
+    assert budget.remaining(1.0, 0.1, 10) == 0, "the settings may have changed"
+    assert budget.remaining(1.0, 0.5, 10) == 300
+    later = 2 * BUDGET_WINDOW
+    assert budget.remaining(later, 0.2, 10) == 10
+    budget.count_request(later)
+    assert spent(budget, later, 0.2, 10) == 10
+
+
+@given(st.lists(st.tuples(st.floats(0, 50), st.booleans()), max_size=200))
+def test_retries_never_pass_the_share_or_the_minimum(steps: list[tuple[float, bool]]) -> None:
+    budget, retries = RetryBudget(), 0
+    for requests, (at, fails) in enumerate(sorted(steps), 1):
+        budget.count_request(at)
+        if fails and budget.spend(at, 0.2, 3):
+            retries += 1
+        assert retries <= max(3, 0.2 * requests)
+
+
+NO_PAUSE = RetrySettings(backoff=0.0, backoff_max=0.0)
+
+
+@pytest.mark.parametrize("reached", [True, False])
+async def test_the_budget_is_asked_once_for_each_further_attempt(reached: bool) -> None:
+    asked: list[bool] = []
+
+    def spend() -> bool:
+        asked.append(True)
+        return True
+
+    retries, count = Retries(NO_PAUSE, 3, spend), 1
+    while await retries.granted(reached_node=reached):
+        count += 1
+    # No node has more work by a failure that reached none.
+    assert (count, len(asked)) == (3, 2 if reached else 0)
+
+
+async def test_a_lack_of_budget_is_told_from_the_most_attempts() -> None:
+    for most, spend in ((3, lambda: False), (1, lambda: True)):
+        retries = Retries(NO_PAUSE, most, spend)
+        assert not await retries.granted()
+        assert retries.out_of_budget is (most > 1)
+
+
+@in_virtual_time
+async def test_pauses_double_up_to_the_longest() -> None:
+    retries, pauses = Retries(RetrySettings(backoff=1.0, backoff_max=3.0), 200, lambda: True), []
+    for _ in range(199):
+        began = now()
+        assert await retries.granted()
+        pauses.append(now() - began)
+    assert pauses[0] <= 1.0
+    assert pauses[1] <= 2.0
+    assert 2.0 < max(pauses) <= 3.0
+
+
+# A request is not sent under a lease that may be void by then: it asks for another one.
+
+
+def void_leases(proxy: ProxyOverNodes, *may_start: bool) -> list[int]:
+    """Have these answers given to who is about to send a request, then yes; returns who asks."""
+    asked: list[int] = []
+    answers = list(may_start)
+
+    def answer(lease_id: int) -> bool:
+        asked.append(lease_id)
+        return answers.pop(0) if answers else True
+
+    cast("LocalLeaseService", proxy.app.proxy_context.leases).start_while(answer)
+    return asked
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@in_virtual_time
+async def test_it_goes_under_the_next_lease_and_no_attempt_is_counted(
+    tmp_path: Path, stream: bool
+) -> None:
+    node = EmulatedNode(answer_tokens=5)
+    async with proxy_over(tmp_path, node, retries={"attempts": 1}) as proxy:
+        asked = void_leases(proxy, False, False)
+        answer = await (proxy.stream() if stream else proxy.ask())
+        assert answer.headers["x-gateway-attempts"] == "1"
+        assert len(set(asked)) == 3
+        assert node.requests == 1
+        await proxy.settled()
+        assert proxy.outcomes == [("a", "ok")]
+        (record,) = proxy.finished
+        assert (record.status, record.attempts, record.completion_tokens) == (200, 1, 5)
+        assert proxy.node("a").failures == 0
+        assert proxy.app.scheduler.records == {}
+
+
+@in_virtual_time
+async def test_each_attempt_asks_once_whether_it_may(tmp_path: Path) -> None:
+    async with two_nodes(tmp_path, answer_tokens=5) as (proxy, one, _):
+        asked = void_leases(proxy)
+        one.faults.next("status", status=503)
+        assert (await proxy.ask()).status_code == 200
+        assert len(set(asked)) == len(asked) == 2
+
+
+def test_a_stream_is_resumed_under_the_next_lease_as_it_was_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = 0
+
+    async def plan(post: PostToNode, source: ResumeInput) -> ResumePlan:
+        nonlocal plans
+        plans += 1
+        return await plan_resume(post, source)
+
+    monkeypatch.setattr(resume, "plan_resume", plan)
+
+    @in_virtual_time
+    async def run() -> None:
+        one, two = EmulatedNode(answer_tokens=40), EmulatedNode(answer_tokens=40)
+        async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+            events: list[StreamResumed] = []
+            proxy.app.bus.subscribe(StreamResumed, events.append)
+            whole = await proxy.stream(temperature=0, max_tokens=40)
+            asked = void_leases(proxy, True, False, False, True)
+            one.faults.next("close", after_events=10)
+            reply = await proxy.stream(temperature=0, max_tokens=40)
+            assert reply.text == whole.text
+            assert len(set(asked)) == 4
+            assert [event.resumed_on for event in events] == ["b"]
+            assert plans == 1
+            await proxy.settled()
+            assert [record.attempts for record in proxy.finished] == [1, 2]
+            assert proxy.outcomes[1:] == [("a", "reset"), ("b", "ok")]
+            assert proxy.node("b").failures == 0
+
+    run()
