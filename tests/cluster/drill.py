@@ -73,8 +73,6 @@ POOLED = 12  # connections that pgbouncer has to the database
 
 @dataclass(frozen=True, slots=True)
 class Killed:
-    """Processes of a member that were killed."""
-
     at: float
     member: str
 
@@ -93,8 +91,6 @@ class Outcome:
 
 @dataclass(slots=True)
 class Drill:
-    """All that runs."""
-
     folder: Path
     members: list[Member]
     database: PostgresServer
@@ -112,12 +108,10 @@ class Drill:
     wrong: list[str] = field(default_factory=list)
 
     def is_wrong(self, what: str) -> None:
-        """Note, and say at once, what must not be."""
         self.wrong.append(what)
         print(f"WRONG: {what}", flush=True)
 
     def sql(self, statement: str) -> list[tuple[Any, ...]]:
-        """Run a statement in the database of the store."""
         return self.database.execute(statement, self.database_name)
 
     async def leader(self) -> tuple[Member, int]:
@@ -156,7 +150,6 @@ async def leader_of(drill: Drill) -> Member:
 
 
 async def follower_of(drill: Drill) -> Member:
-    """Somebody who does not lead."""
     leader = await leader_of(drill)
     return drill.rng.choice([one for one in drill.members if one is not leader] or [leader])
 
@@ -305,7 +298,6 @@ KILLS = ("kill-edge", "kill-leader")
 
 
 async def run_faults(drill: Drill, names: Sequence[str], settle: float) -> None:
-    """Let these faults happen, one after the other."""
     for name in names:
         leader, epoch = await drill.leader()
         outcome = Outcome(name, time.monotonic())
@@ -391,7 +383,6 @@ def gap(drill: Drill, begin: float, end: float) -> float:
 
 
 def row(drill: Drill, outcome: Outcome) -> str:
-    """A line of the table."""
     begin, end = outcome.began, outcome.ended
     living, dead = failures(drill, begin, end)
     answers = sum(begin <= one.ended < end for one in drill.load.answers)
@@ -537,7 +528,6 @@ def _members(
 
 
 async def drilled(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run it; returns the report."""
     network.switch()
     async with contextlib.AsyncExitStack() as stack:
         database = stack.enter_context(running_postgres(network.SWITCH))
@@ -643,7 +633,6 @@ def missing() -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the drill; returns the exit status."""
     options = _options().parse_args(arguments)
     if why := missing():
         sys.exit(why)

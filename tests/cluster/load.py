@@ -67,7 +67,6 @@ class Load:
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     def start(self, name: str, key: str, seed: int, tokens: Sequence[int], pause: float) -> None:
-        """Start a client that sends one request after the other."""
         work = self._ask(name, key, random.Random(seed), tokens, pause)
         self._tasks.append(asyncio.create_task(work, name=name))
 
@@ -187,7 +186,6 @@ class NodeWatch:
     _crowded: Crowding | None = None
 
     def look(self, busy: int, waiting: int) -> None:
-        """Note how many slots are busy now, and how many requests wait for one."""
         now = time.monotonic()
         if busy > self._busy:
             self.grants.append(now)

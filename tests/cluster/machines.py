@@ -47,7 +47,6 @@ class Member:
     lines: list[dict[str, Any]] = field(default_factory=list)
 
     def end_at_once(self) -> None:
-        """Kill what still runs of it."""
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
                 self.send(signal.SIGCONT)
@@ -70,7 +69,6 @@ class Member:
         return {"authorization": f"Bearer {self.admin_key}"}
 
     def start(self) -> None:
-        """Start it; `ready` waits for it."""
         files = ("--nodes", self.folder / "nodes.yaml", "--config", self.folder / "gateway.yaml")
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(
@@ -88,14 +86,12 @@ class Member:
         return self.process.pid if gone(pid) else pid
 
     def edges(self) -> list[int]:
-        """The processes of its edges."""
         with contextlib.suppress(psutil.NoSuchProcess):
             found = psutil.Process(self.pid).children()
             return [one.pid for one in found if "edge" in one.cmdline()[:6]]
         return []
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to the process that serves."""
         os.kill(self.pid, number)
 
     def kill(self) -> list[int]:
@@ -107,7 +103,6 @@ class Member:
         return pids
 
     async def terminate(self) -> None:
-        """End it in good order."""
         assert self.process is not None
         pids = [self.pid, self.process.pid, *self.edges()]
         self.send(signal.SIGTERM)
@@ -116,7 +111,6 @@ class Member:
         self.ends.append(status)
 
     async def ready(self) -> None:
-        """Wait until it takes requests."""
         until = time.monotonic() + LIMIT
         async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
             while True:
@@ -138,7 +132,6 @@ class Member:
             await asyncio.sleep(0.1)
 
     def read(self) -> list[dict[str, Any]]:
-        """The lines of its log so far."""
         with (self.folder / "log").open("rb") as file:
             file.seek(self._read_to)
             for line in file:
@@ -154,7 +147,6 @@ class Member:
         return self.lines
 
     def logged(self, event: str) -> int:
-        """How many lines with this event there are."""
         return sum(line["event"] == event for line in self.read())
 
     async def status(self, client: httpx.AsyncClient) -> dict[str, Any] | None:

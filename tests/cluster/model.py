@@ -59,8 +59,6 @@ class Machine:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One that was written to a node."""
-
     task: int  # the node's number for it: no other request ever has it
     number: int
     lands_at: float
@@ -81,8 +79,6 @@ class Step:
 
 @dataclass(slots=True, eq=False)
 class Brain:
-    """A member's process."""
-
     name: str
     machine: Machine
     member: Any
@@ -110,8 +106,6 @@ class Link:
 
 @dataclass(slots=True, eq=False)
 class Edge:
-    """An edge's process."""
-
     name: str
     machine: Machine
     process: str
@@ -362,7 +356,6 @@ class Script:
     # Nodes.
 
     def busy(self, node: str) -> frozenset[int]:
-        """The tasks that the node shows."""
         return frozenset(one.task for one in self.running[node] if one.lands_at <= self.now)
 
     def ask_node(self, asker: Brain | Edge, node: str) -> None:
@@ -574,7 +567,6 @@ class Script:
         self.rng.choice(LIST_FAULTS if self.is_about_lists else usual)(self)
 
     def recover(self) -> None:
-        """What is away comes back some time, and what is stopped goes on."""
         chance = self.rng.random
         if self.is_away and chance() < 0.15:
             self.go_away()
@@ -627,7 +619,6 @@ class Script:
             self.running[node].clear()
 
     def learn_slots(self, one: Brain | Edge, node: str) -> None:
-        """A process reads how many slots the node has."""
         one.slots[node] = self.slots[node]
         if isinstance(one, Brain) and one.tenure is not None:
             one.tenure.set_nodes(one.slots, self.clock(one))
@@ -640,7 +631,6 @@ class Script:
             one.tenure.set_nodes(one.slots, self.clock(one))
 
     def change_members(self) -> None:
-        """An operator adds an edge to those that share, or removes it."""
         if self.names:
             self.wanted ^= {self.more.choice(self.names)}
 

@@ -33,8 +33,6 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Rules:
-    """The modules that a script runs."""
-
     leadership: ModuleType
     leader_row: ModuleType
     fencing: ModuleType

@@ -43,7 +43,6 @@ def find(mutant: Mutant, most: int) -> str | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Play, and tell; the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.cluster.scripts",
         description=__doc__,

@@ -29,14 +29,12 @@ def watch(member: Member, row: LeaderRow, since: float, until: float) -> float:
 
 
 def role(member: Member, now: float) -> str:
-    """Return what the member would do now, or does."""
     if member.leads(now):
         return "leader"
     return "follower" if copy.copy(member).next_step(now) is None else "challenger"
 
 
 def new_leader(now: float = 100.0) -> Member:
-    """Return a member that has just won the row."""
     member = Member("me", TERM)
     asked_at = watch(member, OTHER, now - TERM, now)
     step = known(member.next_step(asked_at))

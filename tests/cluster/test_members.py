@@ -27,8 +27,6 @@ HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 
 @dataclass(slots=True)
 class Member:
-    """A member: clients of its listeners."""
-
     name: str
     client: httpx.AsyncClient
     admin: httpx.AsyncClient

@@ -31,7 +31,6 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @asynccontextmanager
 async def settled(authority: Authority, *names: str) -> AsyncIterator[Cluster]:
-    """Members of whom one leads, and all others follow it."""
     async with cluster_of(authority, *names) as cluster:
         await cluster.settled(10)
         yield cluster

@@ -11,6 +11,7 @@ import ssl
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -61,11 +62,17 @@ class Node:
     def address(self) -> Address:
         return Address(*self.listening.getsockname())
 
-    async def pair(self, other: Node, **more: object) -> tuple[socket.socket, socket.socket]:
+    async def pair(self, other: Node, **more: Any) -> tuple[socket.socket, socket.socket]:
         """Return both ends of a tunnel that the other one has opened to this one."""
         name = self.settings.member_name
-        opened = await other.tunnels.open(name, self.address, "link", **more)  # type: ignore[arg-type]
-        _, taken = await self.came.get()
+        origin = ConnectionOrigin(("192.0.2.1", 5), ("192.0.2.9", 443), tls=True)
+        to, process = self.answer.process, other.answer.process
+        opened = await other.tunnels.open(
+            name, self.address, "public", to=to, name="x", origin=origin, **more
+        )
+        greeting, taken = await self.came.get()
+        member = other.settings.member_name
+        assert greeting == Greeting(VERSION, CLUSTER, member, process, to, "public", "x", origin)
         return opened, taken
 
 
@@ -74,7 +81,6 @@ MakeNode = Callable[..., Node]
 
 @contextlib.asynccontextmanager
 async def making(authority: Authority) -> AsyncIterator[MakeNode]:
-    """Make nodes inside this context, and end them."""
     made: list[Node] = []
 
     def one(member: str, tls: ClusterTls | None = None, **more: object) -> Node:
@@ -174,20 +180,6 @@ def test_what_one_side_writes_the_other_reads_until_each_direction_has_ended(
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # the gateway's own
         runner.run(run())
-
-
-async def test_the_greeting_says_what_a_tunnel_is_for(a: Node, b: Node) -> None:
-    origin = ConnectionOrigin(("192.0.2.1", 5), ("192.0.2.9", 443), tls=True)
-    opened = await b.tunnels.open(
-        "gw-a", a.address, "public", to=a.answer.process, name="x", origin=origin
-    )
-    greeting, taken = await a.came.get()
-    process = b.answer.process
-    assert greeting == Greeting(
-        VERSION, CLUSTER, "gw-b", process, a.answer.process, "public", "x", origin
-    )
-    opened.close()
-    taken.close()
 
 
 async def refused(attempt: Awaitable[socket.socket]) -> TunnelError:
@@ -332,21 +324,6 @@ async def test_tunnels_of_one_member_are_bounded(
     error = await refused(b.tunnels.open("gw-a", a.address, "link"))
     assert error.welcome is not None
     assert error.welcome.refused == "too_many"
-    for one in ends:
-        one.close()
-
-
-async def test_a_renewed_certificate_counts_with_the_next_connection(
-    make: MakeNode, authority: Authority, tmp_path: Path
-) -> None:
-    other = Authority(tmp_path)
-    a, b = make("gw-a"), make("gw-b", tls=other.files("gw-b"))
-    await refused(b.tunnels.open("gw-a", a.address, "link"))
-    made = authority.files("gw-b")
-    for key in ("cert", "key", "ca"):
-        getattr(b.settings.tls, key).write_bytes(getattr(made, key).read_bytes())
-    await b.tunnels._certificate.renew()
-    ends = await a.pair(b)
     for one in ends:
         one.close()
 

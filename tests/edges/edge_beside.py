@@ -22,7 +22,6 @@ from tests.gateways import NO_TLS, Running, until
 
 
 def a_brain(gateway: Gateway, *, clustered: bool = False) -> Brain:
-    """What serves the edges of a gateway."""
     return Brain(
         gateway.scheduler,
         gateway.proxy_context,
@@ -38,8 +37,6 @@ def a_brain(gateway: Gateway, *, clustered: bool = False) -> Brain:
 
 @dataclass(slots=True)
 class Edge:
-    """An edge that serves clients."""
-
     services: EdgeServices
     session: EdgeSession
     handler: RequestHandler

@@ -37,7 +37,6 @@ class FakeBrain:
         self._lease_ids = itertools.count(epoch << 33)
 
     async def link_to(self, services: EdgeServices) -> None:
-        """Be the brain of this edge from now on."""
         ours, theirs = socket.socketpair()
         self.link = EdgeLink(messages.ToBrain, self.receive, self.lost.append, now)
         await EdgeLink.over(ours, self.link)
@@ -49,18 +48,15 @@ class FakeBrain:
         await until(lambda: self.all(messages.Carried))
 
     def cut(self) -> None:
-        """The link is lost for both."""
         assert self.link._transport is not None
         self.link._transport.abort()
 
     def receive(self, message: Any) -> None:
-        """Note what is told; answer hello."""
         self.told.append(message)
         if isinstance(message, messages.Hello) and self.greets:
             self.greet()
 
     def greet(self) -> None:
-        """Tell what an edge must know."""
         tell = self.link.tell
         settings = msgspec.json.encode(self.settings)
         of_all = settings, b"k" * 32, True, 1, self.epoch, 1.0
@@ -70,11 +66,9 @@ class FakeBrain:
         tell(messages.NodeMet(a_node_info("a"), ROUTE))
 
     def all(self, kind: type[M]) -> list[M]:
-        """All messages of this kind that it was told."""
         return [one for one in self.told if isinstance(one, kind)]
 
     async def last(self, kind: type[M], count: int = 1) -> M:
-        """The last message of this kind, once there are so many."""
         await until(lambda: len(self.all(kind)) >= count, seen=lambda: f"{self.told}")
         return self.all(kind)[-1]
 
@@ -90,7 +84,6 @@ class FakeBrain:
 
 
 async def a_clustered_edge(brain: FakeBrain, name: str = "gw-a/edge-1") -> EdgeServices:
-    """An edge of a cluster, linked to this brain."""
     services = EdgeServices(name, clustered=True, clock=now)
     await brain.lead(services)
     await services.wait_ready(10.0)

@@ -29,7 +29,6 @@ AS_ALICE = {"authorization": f"Bearer {KEY}"}
 
 
 def alice(**more: Any) -> dict[str, Any]:
-    """Settings with one key."""
     return {"keys": [{"id": "alice", "sha256": hash_key(KEY).sha256, **more}]}
 
 
@@ -50,7 +49,6 @@ def ask(edge: Edge, **body: Any) -> asyncio.Task[httpx.Response]:
 
 
 async def settled(running: Running, edge: Edge) -> None:
-    """Wait until nothing is held, in either process."""
     await until(lambda: not running.held())
     await until(lambda: not edge.session.requests and len(edge.services.registry) == 0)
 

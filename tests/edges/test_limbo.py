@@ -52,7 +52,6 @@ class At:
     tasks: list[asyncio.Task[GrantedLease]] = field(default_factory=list)
 
     def ask(self, id_: str = "req_1", **fields: Any) -> asyncio.Task[GrantedLease]:
-        """A request comes, and asks for a lease."""
         services, came_at = self.services, now()
         request = a_lease_request(id_, caller=CALLER.id, **fields)
         if id_ not in self.records:
@@ -65,7 +64,6 @@ class At:
         return self.tasks[-1]
 
     async def granted(self, id_: str = "req_1", *, starts: bool = True) -> int:
-        """A request asks for a lease and gets one, under which it is written."""
         before = len(self.brain.all(messages.AskLease))
         asking = self.ask(id_)
         lease_id = self.brain.grant((await self.brain.last(messages.AskLease, before + 1)).ask)
@@ -75,7 +73,6 @@ class At:
         return lease_id
 
     def ends(self, lease_id: int, id_: str = "req_1") -> None:
-        """Its response has ended, and what it took is known."""
         scheduler = self.services.scheduler
         scheduler.ended(AttemptReport(lease_id, "ok", 200, True, True, True))
         usage = Usage(100, 20, 50)
@@ -83,7 +80,6 @@ class At:
         self.finishes(id_)
 
     def finishes(self, id_: str = "req_1") -> None:
-        """All is known of a request."""
         self.just_ended(id_)
         self.services.bus.flush()
 
@@ -92,12 +88,10 @@ class At:
         self.services.meter.ended(self.reservations[id_], self.records[id_])
 
     async def lose(self) -> None:
-        """The first brain is gone."""
         self.brain.cut()
         await until(lambda: not self.services.uplink.is_open)
 
     async def next_brain(self, epoch: int = 2) -> FakeBrain:
-        """Another one leads."""
         brain = FakeBrain(epoch)
         await brain.lead(self.services)
         return brain

@@ -29,8 +29,6 @@ class Said(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 @dataclass(slots=True)
 class Side:
-    """One side of a link, and what it has heard."""
-
     heard: list[Any] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     ages: list[float] = field(default_factory=list)
@@ -68,7 +66,6 @@ def frame(number: int, settled: int, messages: object) -> bytes:
 
 
 def one_frame(data: bytes) -> list[Any]:
-    """The messages of what must be one frame."""
     (length,) = LENGTH.unpack_from(data)
     assert len(data) == LENGTH.size + length
     messages: list[Any] = msgspec.msgpack.decode(data[LENGTH.size + NUMBERS.size :])

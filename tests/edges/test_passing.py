@@ -39,8 +39,6 @@ PIECE = b"x" * 65536
 
 @dataclass(slots=True)
 class Edge:
-    """An edge without routes in front of a gateway, both in this process."""
-
     brain: Running
     server: ClientServer
     client: httpx.AsyncClient
@@ -154,8 +152,6 @@ def _abort(_: object, transport: asyncio.Transport) -> None:
 
 
 class Ends:
-    """Both ends of a channel in one process."""
-
     def __init__(self) -> None:
         self.raw, theirs = channel_pair()  # the brain's socket
         self.got: list[tuple[ToEdge, socket.socket | None]] = []

@@ -54,7 +54,6 @@ class Member:
         return sum(node.leased for node in self.running.gateway.fleet.nodes.values())
 
     def counted(self) -> list[tuple[int, int, int]]:
-        """What the accounts of callers hold."""
         book = self.running.gateway.metering.limit_book
         return [(one.running, one.open, one.reserved_tokens) for one in all_accounts(book)]
 
@@ -72,7 +71,6 @@ class Cluster:
     """Nodes that were seen with more requests than slots."""
 
     async def lead(self, member: Member) -> Reign:
-        """Let this member lead, and have the edge linked to it."""
         self.epoch += 1
         fleet = member.running.gateway.fleet
         slots = {node.name: node.slots_total for node in fleet.nodes.values()}

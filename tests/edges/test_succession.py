@@ -52,8 +52,6 @@ OUTCOME, SLOT_SECONDS = ROW_COLUMNS.index("outcome"), ROW_COLUMNS.index("slot_se
 
 @dataclass(slots=True)
 class Work:
-    """What a node works on."""
-
     node: str
     shows_at: float  # when the node shows it
 
@@ -82,7 +80,6 @@ class World:
         return not self.is_dead and now() < self.lead_until
 
     def note_leases(self) -> None:
-        """Note of which ids the leases are."""
         for lease_id, record in self.scheduler.records.items():
             self._ids[id(record)] = record, lease_id
 
@@ -182,7 +179,6 @@ class Script:
         self.edges[name].relink(theirs)
 
     async def _talk(self, world: World, reign: Reign, member: str) -> None:
-        """The control link of a member."""
         await asyncio.sleep(self.rng.random() * 0.3)
         fence, tenure = self.fences[member], reign.rules
         assert isinstance(tenure, Tenure)
@@ -200,7 +196,6 @@ class Script:
     # What clients do.
 
     def ask(self) -> None:
-        """A request comes to some edge."""
         id_ = f"req_{len(self.tasks)}"
         name = self.rng.choice(list(self.edges))
         self.tasks[id_] = asyncio.create_task(self.play(self.edges[name], id_))
@@ -244,7 +239,6 @@ class Script:
         return record.reason or "ok"
 
     async def _attempt(self, services: EdgeServices, lease: GrantedLease, id_: str) -> str:
-        """Play an attempt; returns how it ended."""
         leases, rng = services.scheduler, self.rng
         began = sent = False
         outcome = "client_closed"
@@ -321,7 +315,6 @@ class Script:
 
 
 def a_script(seed: int, *edges: str) -> Script:
-    """A story of these edges."""
     script = Script(random.Random(seed))
     script.fences = {member: Fence(member, SLOTS.__getitem__) for member in MEMBERS}
     script.edges = {name: EdgeServices(name, clustered=True, clock=now) for name in edges}

@@ -54,14 +54,11 @@ class Sessions:
 
 @dataclass(slots=True)
 class Site:
-    """The edges under test, and what they have left to the brain."""
-
     edges: Edges
     sessions: Sessions
     adopted: list[tuple[socket.socket, ConnectionOrigin | None]] = field(default_factory=list)
 
     async def client(self) -> tuple[socket.socket, int]:
-        """A client, and the process of the edge that has taken its connection."""
         async with asyncio.timeout(LIMIT):
             while not self.edges.has_room():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

@@ -58,8 +58,6 @@ LIMITS = AttemptTimeouts(first_byte=60.0, silence=20.0, deadline=1000.0)
 
 @dataclass(eq=False)
 class WatchedAttempt:
-    """An attempt as the monitor sees it."""
-
     lease: Lease
     timeouts: AttemptTimeouts = LIMITS
     sent_at: float = 100.0
@@ -440,7 +438,6 @@ async def nobody_answers(port: int) -> AsyncIterator[None]:
 
 
 async def leave(proxy: ProxyOverNodes, task: asyncio.Task[httpx.Response]) -> None:
-    """The client leaves, and is recorded as such."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await until(lambda: len(proxy.finished) == 1, 1.0)
@@ -549,7 +546,6 @@ async def test_slow_clients_take_bounded_memory_and_delay_nobody(tmp_path: Path)
 
 
 async def until_it_lags(proxy: ProxyOverNodes) -> None:
-    """Wait until the client of the only request lags."""
     (in_flight,) = proxy.app.registry
     await until(lambda: in_flight.attempt is not None and in_flight.attempt.client_lagging)
 

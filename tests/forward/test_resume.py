@@ -61,7 +61,6 @@ def two_writers(
 
 
 def text_of(reply: Stream) -> str:
-    """The content of a stream of any API."""
     found = []
     for value in reply.values:
         if value is None:
@@ -110,7 +109,6 @@ def usage_of(reply: Stream) -> Any:
 
 
 def begun(in_flight: InFlightRequest) -> bool:
-    """Whether its node has begun to write."""
     return in_flight.attempt is not None and in_flight.attempt.content_events > 4
 
 
@@ -561,7 +559,6 @@ async def holder(site: Site) -> int:
 
 
 async def cut(plan: CutPlan, asked: asyncio.Task[Any]) -> None:
-    """Wait until the request's stream has been broken off."""
     await until(lambda: plan.after is None or asked.done(), 50)
     assert not asked.done()
 
@@ -660,7 +657,6 @@ async def planned(
 
 
 def body_of(plan: ResumePlan) -> dict[str, Any]:
-    """What the next node is asked for."""
     assert plan.body is not None
     return plan.body
 

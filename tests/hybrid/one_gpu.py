@@ -89,7 +89,6 @@ def chats() -> Iterator[Chat]:
 
 
 def answer_tokens(prompt: str) -> int:
-    """The length that the prompt asks for."""
     found = re.findall(r"answer of (\d+)", prompt)
     return int(found[-1]) if found else ANSWER
 
@@ -104,7 +103,6 @@ def emulated(speeds: dict[str, Any]) -> EmulatedNode:
 
 
 async def ask(client: httpx.AsyncClient, number: int, chat: Chat) -> Served:
-    """Send it at its time."""
     await asyncio.sleep(chat.at)
     began, first = now(), 0.0
     text = f"{number} " + "word " * chat.prompt + f"an answer of {chat.answer}"
@@ -187,7 +185,6 @@ def row(name: str, served: list[Served], view: dict[str, Any]) -> str:
 
 @in_virtual_time
 async def main() -> None:
-    """Print the table."""
     arrivals = list(chats())
     print("| setting | class | requests | TTFT p95 | completion | p95 | on the GPU | failed |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
