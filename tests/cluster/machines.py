@@ -56,18 +56,6 @@ class Member:
     def name(self) -> str:
         return self.machine.name
 
-    @property
-    def url(self) -> str:
-        return f"http://{self.machine.address}:{PUBLIC}"
-
-    @property
-    def admin_url(self) -> str:
-        return f"http://{self.machine.address}:{ADMIN}"
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {"authorization": f"Bearer {self.admin_key}"}
-
     def start(self) -> None:
         files = ("--nodes", self.folder / "nodes.yaml", "--config", self.folder / "gateway.yaml")
         with (self.folder / "log").open("ab") as log:
@@ -111,11 +99,11 @@ class Member:
         self.ends.append(status)
 
     async def ready(self) -> None:
-        until = time.monotonic() + LIMIT
+        until, url = time.monotonic() + LIMIT, f"http://{self.machine.address}:{PUBLIC}/ready"
         async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
             while True:
                 with contextlib.suppress(httpx.HTTPError):
-                    if (await client.get(f"{self.url}/ready")).status_code == 200:
+                    if (await client.get(url)).status_code == 200:
                         return
                 log = (self.folder / "log").read_text()[-3000:]
                 assert time.monotonic() < until, f"{self.name} is not ready:\n{log}"
@@ -138,12 +126,8 @@ class Member:
                 if not line.endswith(b"\n"):
                     break
                 self._read_to += len(line)
-                plain = not line.startswith(b"{")
-                self.lines.append(
-                    {"event": line.decode(errors="replace"), "level": "plain"}
-                    if plain
-                    else json.loads(line)
-                )
+                plain = {"event": line.decode(errors="replace"), "level": "plain"}
+                self.lines.append(json.loads(line) if line.startswith(b"{") else plain)
         return self.lines
 
     def logged(self, event: str) -> int:
@@ -152,7 +136,9 @@ class Member:
     async def status(self, client: httpx.AsyncClient) -> dict[str, Any] | None:
         """What it says of itself to operators; None: it does not answer."""
         with contextlib.suppress(httpx.HTTPError, ValueError):
-            answer = await client.get(f"{self.admin_url}/admin/status", headers=self.headers)
+            url = f"http://{self.machine.address}:{ADMIN}/admin/status"
+            headers = {"authorization": f"Bearer {self.admin_key}"}
+            answer = await client.get(url, headers=headers)
             if answer.status_code == 200:
                 return dict(answer.json())
         return None
@@ -206,30 +192,22 @@ def running_haproxy(
         f"  server {one.name} {one.machine.address}:{PUBLIC} check inter 500 fall 2 rise 1"
         for one in members
     ]
-    (folder / "haproxy.cfg").write_text(
-        "\n".join(
-            [
-                "defaults",
-                "  mode http",
-                "  timeout connect 2s",
-                "  timeout client 300s",
-                "  timeout server 300s",
-                "  timeout check 2s",
-                "  retries 3",
-                "  option redispatch 1",
-                "  retry-on conn-failure",
-                # Without it HAProxy holds chunks back for up to 200 ms, to fill packets.
-                "  option http-no-delay",
-                "listen gateways",
-                f"  bind {address}:{port}",
-                "  balance leastconn",
-                "  option httpchk GET /ready",
-                f"  http-after-response set-header {MEMBER_HEADER} %[srv_name]",
-                *servers,
-                "",
-            ]
-        )
-    )
+    usual = ["mode http", "retries 3", "option redispatch 1", "retry-on conn-failure"]
+    seconds = {"connect": 2, "client": 300, "server": 300, "check": 2}
+    lines = [
+        "defaults",
+        *(f"  {one}" for one in usual),
+        *(f"  timeout {what} {most}s" for what, most in seconds.items()),
+        # Without it HAProxy holds chunks back for up to 200 ms, to fill packets.
+        "  option http-no-delay",
+        "listen gateways",
+        f"  bind {address}:{port}",
+        "  balance leastconn",
+        "  option httpchk GET /ready",
+        f"  http-after-response set-header {MEMBER_HEADER} %[srv_name]",
+        *servers,
+    ]
+    (folder / "haproxy.cfg").write_text("\n".join([*lines, ""]))
     with (folder / "haproxy.log").open("wb") as log:
         command = [HAPROXY, "-db", "-f", str(folder / "haproxy.cfg")]
         process = subprocess.Popen(command, stdout=log, stderr=log)
