@@ -193,6 +193,7 @@ async def test_a_renewed_certificate_reaches_the_edges(tmp_path: Path) -> None:
         await eventually(both_show_the_new_one)
 
 
+LONG = {"max_tokens": 2000}
 BODY = {
     "messages": [{"role": "user", "content": "Once upon a time"}],
     "stream": True,
@@ -211,6 +212,7 @@ async def test_streams_through_edges_over_real_servers_and_one_that_dies(
             serving(tmp_path, nodes, settings=EDGES) as line,
             http(line.url) as client,
             http(line.admin_url) as admin,
+            contextlib.AsyncExitStack() as stack,
         ):
             pids = await until_ready(admin)
 
@@ -228,14 +230,15 @@ async def test_streams_through_edges_over_real_servers_and_one_that_dies(
                     metrics = (await node.get("/metrics")).text
                 assert re.search(r"^llamacpp:requests_deferred 0$", metrics, re.MULTILINE)
 
-            endless = BODY | {"max_tokens": 2000}
-            streams = [asyncio.create_task(client.post(CHAT, json=endless)) for _ in range(4)]
-
-            async def all_slots_busy() -> bool | None:
+            async def each_has(count: int) -> bool | None:
                 streaming = [one["streams"] for one in await edges_of(admin)]
-                return True if streaming == [2, 2] else None
+                return True if streaming == [count, count] else None
 
-            await eventually(all_slots_busy)
+            # Over connections of their own, which are shared out by what runs.
+            await eventually(lambda: each_has(0))
+            fresh, endless = await stack.enter_async_context(http(line.url)), BODY | LONG
+            streams = [asyncio.create_task(fresh.post(CHAT, json=endless)) for _ in range(4)]
+            await eventually(lambda: each_has(2))
             os.kill(pids[0], signal.SIGKILL)
             lost = await line.until("edge died")
             assert lost["requests"] == 2

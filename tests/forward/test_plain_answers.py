@@ -323,9 +323,12 @@ async def test_events_that_are_labelled_as_something_else_end_the_attempt_at_onc
 ) -> None:
     head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n"
     said = Unended(head + b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n')
-    bad = b'HTTP/1.1 500 No\r\ncontent-length: 29\r\n\r\n{"error": {"message": "\xff\xfe"}}x'
-    for answer in (said, bad):
-        async with over_endpoint(tmp_path, lambda _: answer, retries={"attempts": 1}) as (site, _):  # noqa: B023
-            reply = await site.client.post(CHAT, json={**BODIES[CHAT], "stream": True})
-            assert reply.json()["error"]["message"]
-            assert reply.status_code == (502 if answer is said else 500)
+    body = {**BODIES[CHAT], "stream": True}
+    async with over_endpoint(tmp_path, lambda _: said, retries={"attempts": 1}) as (running, _):
+        reply = await running.client.post(CHAT, json=body)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (502, "node_failed")
+        # An error that is not UTF-8 is still one.
+        said = Unended(
+            b'HTTP/1.1 500 No\r\ncontent-length: 28\r\n\r\n{"error": {"message": "\xff\xfe"}}'
+        )
+        assert (await running.client.post(CHAT, json=body)).status_code == 500
