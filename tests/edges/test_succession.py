@@ -346,7 +346,7 @@ async def test_slots_and_rows_stay_right_whoever_comes_to_reign(seed: int) -> No
     assert all(one.free_slots(now()) == SLOTS[one.name] for one in world.nodes)
     for task in world.tasks:
         task.cancel()
-    for services in edges:
+    for services in (*edges, *script.dead):
         await services.aclose()
     await world.brain.aclose()
 
