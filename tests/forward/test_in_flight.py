@@ -145,7 +145,7 @@ def test_what_was_read_is_what_the_node_said_last(
     reports: list[tuple[int, int]], content: bool, read: tuple[int, int] | None
 ) -> None:
     size = SimpleNamespace(lease_request=SimpleNamespace(size=SimpleNamespace(slots=1)))
-    lease = a_granted_lease(expected_prefill=60.0)
+    lease = a_granted_lease(grace=60.0)
     attempt: Any = SimpleNamespace(lease=lease, request=size, last_content_at=None)
     api: Any = SimpleNamespace(progress_fields={}, progress_replaces_event=False)
     progress = PrefillProgress()
