@@ -142,12 +142,15 @@ async def test_a_stream_that_breaks_after_its_first_content_ends_with_an_error_e
 ) -> None:
     one = EmulatedNode(answer_tokens=40)
     async with proxy_over(tmp_path, one, timeouts={"silence": 0.3}) as proxy:
+        # A reset takes with it what was not read: the connection is made before.
+        assert (await proxy.stream(path)).errors == []
+        proxy.finished.clear()
         one.faults.next(kind, after_events=AFTER, **options)
         reply = await proxy.stream(path)
         check_failed(path, reply, "Compute error." if kind == "error_event" else None)
         # The events before it are those that the node had sent.
         assert len(reply.events) - 1 == AFTER
-        assert one.requests == 1, "a stream that has begun is not repeated"
+        assert one.requests == 2, "a stream that has begun is not repeated"
         await proxy.settled()
         (record,) = proxy.finished
         wanted = (504, "node_timeout") if kind == "hang" else (502, "node_failed")
