@@ -24,6 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from tests.cluster.load import (
     most_within,
     real_nodes,
     submit_batch,
+    wrong_with_batch,
 )
 from tests.cluster.machines import (
     HAPROXY,
@@ -59,28 +61,20 @@ from tests.postgres import PostgresServer, postgres_binaries, running_postgres
 from tests.processes import free_port, gone
 
 METERED_RPM = 30
-METERED_WINDOW = 58.0
-"""Seconds: a minute, less what lies between a client's clock and the count."""
-ORPHAN_SECONDS = 1.5
-"""Seconds for which an edge may live on whose gateway was killed."""
-BREAK_SECONDS = 3.0
-"""Seconds after a process was killed within which its answers break off."""
+METERED_WINDOW = 58.0  # seconds: a minute, less what lies between a client's clock and the count
+ORPHAN_SECONDS = 1.5  # seconds for which an edge may live on whose gateway was killed
+BREAK_SECONDS = 3.0  # seconds after a process was killed within which its answers break off
 BRIEF = 0.05
 """Seconds for which a node may have one request too many: one is cancelled as another comes."""
-BOOK_SECONDS = 45.0
-"""Seconds until the ledger must have all rows."""
+BOOK_SECONDS = 45.0  # seconds until the ledger must have all rows
 ROWS = "SELECT id, status FROM usage WHERE key <> 'batch'"
-POOLED = 12
-"""Connections that pgbouncer has to the database."""
+POOLED = 12  # connections that pgbouncer has to the database
 
 
 @dataclass(frozen=True, slots=True)
 class Killed:
-    """Processes of a member that were killed."""
-
     at: float
     member: str
-    whole: bool  # all of them, not one edge
 
 
 @dataclass(slots=True)
@@ -97,8 +91,6 @@ class Outcome:
 
 @dataclass(slots=True)
 class Drill:
-    """All that runs."""
-
     folder: Path
     members: list[Member]
     database: PostgresServer
@@ -116,12 +108,10 @@ class Drill:
     wrong: list[str] = field(default_factory=list)
 
     def is_wrong(self, what: str) -> None:
-        """Note, and say at once, what must not be."""
         self.wrong.append(what)
         print(f"WRONG: {what}", flush=True)
 
     def sql(self, statement: str) -> list[tuple[Any, ...]]:
-        """Run a statement in the database of the store."""
         return self.database.execute(statement, self.database_name)
 
     async def leader(self) -> tuple[Member, int]:
@@ -139,232 +129,181 @@ class Drill:
             assert time.monotonic() < until, "nobody leads"
             await asyncio.sleep(0.1)
 
-    async def follower(self) -> Member:
-        """Somebody who does not lead."""
-        leader, _ = await self.leader()
-        return self.rng.choice([one for one in self.members if one is not leader] or [leader])
-
     def when(self, time: float) -> str:
         """Where in the course of things a time lies."""
         before = [one for one in self.outcomes if one.began <= time]
         return f"{time - before[-1].began:.1f} s after {before[-1].fault}" if before else "early"
 
-    def note_killed(self, member: Member, *, whole: bool) -> None:
-        self.killed.append(Killed(time.monotonic(), member.name, whole))
-
-    @property
-    def database_ports(self) -> tuple[int, int]:
-        return self.database.port, self.bouncer
+    def note_killed(self, member: Member) -> None:
+        self.killed.append(Killed(time.monotonic(), member.name))
 
 
-Fault = Callable[[Drill], Awaitable[None]]
-FAULTS: dict[str, Fault] = {}
+Which = Callable[[Drill], Awaitable[Member]]
+TERMINATE = (
+    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+    "WHERE pid <> pg_backend_pid() AND datname = current_database()"
+)
 
 
-def fault(do: Fault) -> Fault:
-    """Let this be a fault of the drill, by its name."""
-    FAULTS[do.__name__.replace("_", "-")] = do
-    return do
+async def leader_of(drill: Drill) -> Member:
+    return (await drill.leader())[0]
 
 
-@fault
-async def none(_: Drill) -> None:
-    """Nothing: what all others are compared to."""
-    await asyncio.sleep(5)
+async def follower_of(drill: Drill) -> Member:
+    leader = await leader_of(drill)
+    return drill.rng.choice([one for one in drill.members if one is not leader] or [leader])
 
 
-@fault
 async def kill_edge(drill: Drill) -> None:
-    """`kill -9` of an edge."""
     member = drill.rng.choice(drill.members)
     if edges := member.edges():
-        drill.note_killed(member, whole=False)
+        drill.note_killed(member)
         psutil.Process(drill.rng.choice(edges)).kill()
 
 
-async def _kill(drill: Drill, member: Member) -> None:
-    drill.note_killed(member, whole=True)
+async def kill(drill: Drill, which: Which) -> None:
+    """Kill a member, and start it again as systemd would, `RestartSec=2`."""
+    member = await which(drill)
+    drill.note_killed(member)
     pids = member.kill()
-    # As systemd would, `RestartSec=2`.
     await asyncio.sleep(2)
     assert all(map(gone, pids)), f"processes of {member.name} outlive it"
     member.start()
     await member.ready()
 
 
-@fault
-async def kill_leader(drill: Drill) -> None:
-    """`kill -9` of the leader, which is started again."""
-    await _kill(drill, (await drill.leader())[0])
+async def stop(pids: Sequence[int], seconds: float, rng: random.Random) -> None:
+    if pids:
+        process = psutil.Process(rng.choice(pids))
+        process.suspend()
+        await asyncio.sleep(seconds)
+        process.resume()
 
 
-@fault
-async def kill_follower(drill: Drill) -> None:
-    """`kill -9` of a follower, which is started again."""
-    await _kill(drill, await drill.follower())
-
-
-@fault
 async def stop_leader(drill: Drill) -> None:
-    """SIGSTOP of the leader beyond its term, then SIGCONT."""
-    await _stop(drill, (await drill.leader())[0].pid, 3 * TERM)
+    await stop([(await leader_of(drill)).pid], 3 * TERM, drill.rng)
 
 
-@fault
 async def stop_edge(drill: Drill) -> None:
-    """SIGSTOP of an edge beyond a term, then SIGCONT."""
-    edges = drill.rng.choice(drill.members).edges()
-    if edges:
-        await _stop(drill, drill.rng.choice(edges), 2 * TERM)
+    await stop(drill.rng.choice(drill.members).edges(), 2 * TERM, drill.rng)
 
 
-async def _stop(_: Drill, pid: int, seconds: float) -> None:
-    process = psutil.Process(pid)
-    process.suspend()
-    await asyncio.sleep(seconds)
-    process.resume()
-
-
-@fault
 async def restart_leader(drill: Drill) -> None:
-    """SIGTERM of the leader, which is started again."""
-    member, _ = await drill.leader()
+    member = await leader_of(drill)
     await member.terminate()
     member.start()
     await member.ready()
 
 
-@fault
 async def upgrade(drill: Drill) -> None:
-    """SIGUSR2 of each member, one after the other."""
     for member in drill.members:
         await member.succeed()
         await member.ready()
         await asyncio.sleep(TERM)
 
 
-@fault
-async def terminate_backends(drill: Drill) -> None:
-    """`pg_terminate_backend` of all connections, five times."""
-    for _ in range(5):
-        drill.sql(
-            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
-            "WHERE pid <> pg_backend_pid() AND datname = current_database()"
-        )
+async def terminate_backends(drill: Drill, times: int = 5) -> None:
+    for _ in range(times):
+        drill.sql(TERMINATE)
         await asyncio.sleep(1)
 
 
-@fault
 async def slow_database(drill: Drill) -> None:
-    """`statement_timeout = 1s`, and locks that hold statements up for longer."""
     drill.sql(f"ALTER DATABASE {drill.database_name} SET statement_timeout = '1s'")
-    drill.sql(
-        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() "
-        "AND datname = current_database()"
-    )
+    drill.sql(TERMINATE)
     for table in ("leadership", "usage"):
-        await asyncio.to_thread(
-            drill.sql,
-            f"SET statement_timeout = 0; BEGIN; LOCK {table} IN ACCESS EXCLUSIVE MODE; "
-            "SELECT pg_sleep(3); COMMIT",
-        )
+        lock = f"BEGIN; LOCK {table} IN ACCESS EXCLUSIVE MODE; SELECT pg_sleep(3); COMMIT"
+        await asyncio.to_thread(drill.sql, f"SET statement_timeout = 0; {lock}")
         await asyncio.sleep(2)
     drill.sql(f"ALTER DATABASE {drill.database_name} RESET statement_timeout")
 
 
-@fault
-async def stop_database(drill: Drill) -> None:
-    """PostgreSQL stopped, and started again."""
+async def stop_database(drill: Drill, *, killed: bool = False) -> None:
     await asyncio.to_thread(drill.database.stop)
-    await asyncio.sleep(drill.away)
-    await asyncio.to_thread(drill.database.start)
-
-
-@fault
-async def kill_without_database(drill: Drill) -> None:
-    """PostgreSQL stopped, and `kill -9` of a member meanwhile, whose new process has no store."""
-    await asyncio.to_thread(drill.database.stop)
+    member = drill.rng.choice(drill.members)
     try:
-        await asyncio.sleep(3 * TERM)
-        member = drill.rng.choice(drill.members)
-        drill.note_killed(member, whole=True)
-        member.kill()
-        await asyncio.sleep(2)
-        member.start()
+        if killed:
+            await asyncio.sleep(3 * TERM)
+            drill.note_killed(member)
+            member.kill()
+            await asyncio.sleep(2)
+            member.start()
         await asyncio.sleep(drill.away)
     finally:
         await asyncio.to_thread(drill.database.start)
     await member.ready()
 
 
-@fault
 async def halt_database(drill: Drill) -> None:
-    """PostgreSQL halted (SIGSTOP): connections stay, and nobody answers."""
     with drill.database.halted():
         await asyncio.sleep(drill.away)
 
 
-@fault
 async def stale_standby(drill: Drill) -> None:
-    """A standby promoted that has lost touch some terms ago."""
     # What it has not booked yet is lost with what comes after the copy.
     copied = time.monotonic()
     await _booked(drill, copied)
     await asyncio.to_thread(drill.database.copy_data)
     # Epochs go on, which the standby does not know.
-    leader, _ = await drill.leader()
-    await _kill(drill, leader)
+    await kill(drill, leader_of)
     await asyncio.sleep(3 * TERM)
     await asyncio.to_thread(drill.database.promote_copy)
     drill.forgotten.append((copied, time.monotonic() + 1))
 
 
-@fault
-async def part_leader(drill: Drill) -> None:
-    """The leader reaches no other member, but the database."""
-    leader, _ = await drill.leader()
-    await _part(leader, [one.machine.address for one in drill.members if one is not leader])
-
-
-@fault
-async def part_leader_from_database(drill: Drill) -> None:
-    """The leader reaches the other members, but not the database."""
-    await _part((await drill.leader())[0], (), drill.database_ports)
-
-
-@fault
-async def part_follower(drill: Drill) -> None:
-    """A follower reaches no other member, but the database."""
-    one = await drill.follower()
-    await _part(one, [other.machine.address for other in drill.members if other is not one])
-
-
-@fault
-async def part_follower_from_all(drill: Drill) -> None:
-    """A follower reaches neither members nor database; its nodes it reaches."""
-    one = await drill.follower()
-    others = [other.machine.address for other in drill.members if other is not one]
-    await _part(one, others, drill.database_ports)
-
-
-async def _part(member: Member, addresses: Sequence[str], ports: Sequence[int] = ()) -> None:
-    member.machine.cut(addresses, ports)
+async def part(drill: Drill, which: Which, *, members: bool, database: bool) -> None:
+    """Let a member reach no other members, or not the database, for a while."""
+    member = await which(drill)
+    others = [one.machine.address for one in drill.members if one is not member]
+    ports = (drill.database.port, drill.bouncer) if database else ()
+    member.machine.cut(others if members else (), ports)
     await asyncio.sleep(5 * TERM)
     member.machine.mend()
 
 
+FAULTS: dict[str, tuple[str, Callable[[Drill], Awaitable[None]]]] = {
+    "none": ("nothing: what all others are compared to", lambda _: asyncio.sleep(5)),
+    "kill-edge": ("`kill -9` of an edge", kill_edge),
+    "kill-leader": (
+        "`kill -9` of the leader, which is started again", partial(kill, which=leader_of)),
+    "kill-follower": (
+        "`kill -9` of a follower, which is started again", partial(kill, which=follower_of)),
+    "stop-leader": ("SIGSTOP of the leader beyond its term, then SIGCONT", stop_leader),
+    "stop-edge": ("SIGSTOP of an edge beyond a term, then SIGCONT", stop_edge),
+    "restart-leader": ("SIGTERM of the leader, which is started again", restart_leader),
+    "upgrade": ("SIGUSR2 of each member, one after the other", upgrade),
+    "terminate-backends": (
+        "`pg_terminate_backend` of all connections, five times", terminate_backends),
+    "slow-database": (
+        "`statement_timeout = 1s`, and locks that hold statements up for longer", slow_database),
+    "stop-database": ("PostgreSQL stopped, and started again", stop_database),
+    "kill-without-database": (
+        "PostgreSQL stopped, and `kill -9` of a member meanwhile, whose new process has no store",
+        partial(stop_database, killed=True)),
+    "halt-database": (
+        "PostgreSQL halted (SIGSTOP): connections stay, and nobody answers", halt_database),
+    "stale-standby": ("a standby promoted that has lost touch some terms ago", stale_standby),
+    "part-leader": ("the leader reaches no other member, but the database",
+                    partial(part, which=leader_of, members=True, database=False)),
+    "part-leader-from-database": ("the leader reaches the other members, but not the database",
+                                  partial(part, which=leader_of, members=False, database=True)),
+    "part-follower": ("a follower reaches no other member, but the database",
+                      partial(part, which=follower_of, members=True, database=False)),
+    "part-follower-from-all": (
+        "a follower reaches neither members nor database; its nodes it reaches",
+        partial(part, which=follower_of, members=True, database=True)),
+}  # fmt: skip
 SHORT = ("none", "kill-edge", "kill-leader", "stop-leader", "part-leader", "stop-database")
 KILLS = ("kill-edge", "kill-leader")
 
 
 async def run_faults(drill: Drill, names: Sequence[str], settle: float) -> None:
-    """Let these faults happen, one after the other."""
     for name in names:
         leader, epoch = await drill.leader()
         outcome = Outcome(name, time.monotonic())
         drill.outcomes.append(outcome)
         try:
-            await FAULTS[name](drill)
+            await FAULTS[name][1](drill)
         except Exception as error:  # noqa: BLE001 - it is told, and the next ones are tried
             outcome.error = f"{type(error).__name__}: {error}"
             drill.is_wrong(f"{name}: {outcome.error}")
@@ -378,21 +317,9 @@ async def run_faults(drill: Drill, names: Sequence[str], settle: float) -> None:
 
 async def all_well(drill: Drill, after: str) -> None:
     """Wait until one member leads, and all say so and show all edges; note if that takes long."""
-    if len(drill.members) == 1:
-        return
     until = time.monotonic() + LIMIT
-    while True:
-        told = [await one.status(drill.admin) for one in drill.members]
-        found = [(one or {}).get("cluster") or {} for one in told]
-        shown = [
-            (
-                one.get("leader"),
-                one.get("epoch"),
-                tuple(sorted(member["role"] for member in one.get("members", ()))),
-                sum(edge["ready"] for member in one.get("members", ()) for edge in member["edges"]),
-            )
-            for one in found
-        ]
+    while len(drill.members) > 1:
+        shown = [shown_by(await one.status(drill.admin)) for one in drill.members]
         roles = ("follower",) * (len(drill.members) - 1) + ("leader",)
         edges = sum(len(one.edges()) for one in drill.members)
         if len(set(shown)) == 1 and shown[0][0] and shown[0][2:] == (roles, edges):
@@ -401,6 +328,14 @@ async def all_well(drill: Drill, after: str) -> None:
             drill.is_wrong(f"after {after} members show {shown} and there are {edges} edges")
             return
         await asyncio.sleep(0.5)
+
+
+def shown_by(status: dict[str, Any] | None) -> tuple[Any, ...]:
+    """What a member shows: leader, epoch, roles, and how many edges are ready."""
+    told = (status or {}).get("cluster") or {}
+    members = told.get("members", ())
+    ready = sum(edge["ready"] for one in members for edge in one["edges"])
+    return told.get("leader"), told.get("epoch"), tuple(sorted(m["role"] for m in members)), ready
 
 
 # Verdict.
@@ -448,7 +383,6 @@ def gap(drill: Drill, begin: float, end: float) -> float:
 
 
 def row(drill: Drill, outcome: Outcome) -> str:
-    """A line of the table."""
     begin, end = outcome.began, outcome.ended
     living, dead = failures(drill, begin, end)
     answers = sum(begin <= one.ended < end for one in drill.load.answers)
@@ -585,7 +519,7 @@ def _members(
         "shutdown": {"delay": 1, "grace": 30},
     }
     inventory = [{"name": one.name, "url": one.url} for one in nodes]
-    for number in range(1 if options.one else options.members):
+    for number in range(1 if options.one else 3):
         machine = network.machine(number, f"gw-{chr(ord('a') + number)}")
         yield new_member(
             machine, folder, None if options.one else authority, pooled if number % 2 else direct,
@@ -594,7 +528,6 @@ def _members(
 
 
 async def drilled(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run it; returns the report."""
     network.switch()
     async with contextlib.AsyncExitStack() as stack:
         database = stack.enter_context(running_postgres(network.SWITCH))
@@ -605,7 +538,7 @@ async def drilled(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         watches = await stack.enter_async_context(
             real_nodes(network.SWITCH, slots)
             if options.real
-            else emulated_nodes(network.SWITCH, slots, options.speed)
+            else emulated_nodes(network.SWITCH, slots)
         )
         keys = [new_key("load"), new_key("metered"), new_key("batch")]
         members = list(_members(options, folder, direct, pooled, watches, keys))
@@ -624,12 +557,10 @@ async def drilled(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         await all_well(drill, "the start")
         # HAProxy's next look.
         await asyncio.sleep(2)
-        batch = None
-        if options.lines:
-            headers = {"authorization": f"Bearer {keys[2].text}"}
-            client = httpx.AsyncClient(base_url=url, headers=headers, trust_env=False, timeout=30)
-            await stack.enter_async_context(client)
-            batch = await submit_batch(client, "demo", options.lines)
+        headers = {"authorization": f"Bearer {keys[2].text}"}
+        client = httpx.AsyncClient(base_url=url, headers=headers, trust_env=False, timeout=30)
+        await stack.enter_async_context(client)
+        batch = await submit_batch(client, options.lines) if options.lines else ""
         begin = time.monotonic()
         for number in range(options.clients):
             tokens = (200, 300) if number % 5 == 0 else (4, 8, 16, 40)
@@ -640,7 +571,7 @@ async def drilled(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         finally:
             end = time.monotonic()
             await drill.load.stop()
-        if batch is not None and (why := await batch.wrong(options.lines, LIMIT)):
+        if batch and (why := await wrong_with_batch(client, batch, options.lines, LIMIT)):
             drill.is_wrong(why)
         figures = judge(drill, begin, end, "metered", options.pause)
         figures |= await compare_ledger(drill)
@@ -656,15 +587,8 @@ async def drilled(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def _chosen(options: argparse.Namespace) -> list[str]:
     if options.kills:
         return [KILLS[number % len(KILLS)] for number in range(options.kills)]
-    if options.random:
-        return random.Random(options.seed).choices(list(FAULTS), k=options.random)
-    match options.faults:
-        case "short":
-            return list(SHORT)
-        case "all":
-            return list(FAULTS)
-        case names:
-            return [name for name in names.split(",") if name]
+    some: dict[str, Sequence[str]] = {"short": SHORT, "all": list(FAULTS)}
+    return list(some.get(options.faults) or options.faults.split(","))
 
 
 def _options() -> argparse.ArgumentParser:
@@ -672,20 +596,17 @@ def _options() -> argparse.ArgumentParser:
         prog="python -m tests.cluster.drill",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="\n".join(f"  {name:26} {do.__doc__}" for name, do in FAULTS.items()),
+        epilog="\n".join(f"  {name:26} {what}" for name, (what, _) in FAULTS.items()),
     )
-    parser.add_argument("--members", type=int, default=3)
     parser.add_argument("--one", action="store_true", help="one gateway without a cluster")
     parser.add_argument("--edges", type=int, default=1, help="of each member")
     parser.add_argument("--slots", default="4,4,3,1", help="of each node")
-    parser.add_argument("--speed", type=float, default=40.0, help="tokens/s of a slot")
     parser.add_argument("--real", action="store_true", help="nodes are llama.cpp's servers")
     parser.add_argument("--clients", type=int, default=20)
     parser.add_argument("--requests", type=int, default=20000, help="at most")
     parser.add_argument("--lines", type=int, default=0, help="of a batch, submitted before")
     parser.add_argument("--faults", default="short", help="`short`, `all`, or names with commas")
     parser.add_argument("--kills", type=int, default=0, help="so many kills of leader and edges")
-    parser.add_argument("--random", type=int, default=0, help="so many faults, by the seed")
     parser.add_argument("--settle", type=float, default=5.0, help="seconds after each fault")
     parser.add_argument("--away", type=float, default=8.0, help="seconds without the database")
     parser.add_argument(
@@ -712,7 +633,6 @@ def missing() -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the drill; returns the exit status."""
     options = _options().parse_args(arguments)
     if why := missing():
         sys.exit(why)

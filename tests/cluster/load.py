@@ -24,14 +24,12 @@ from tests.emulator.slots import SlotPool
 from tests.servers import running_demo_servers
 
 CHAT = "/v1/chat/completions"
-ANSWER_LIMIT = 150.0
-"""Seconds within which every request must end."""
-KEPT_REQUESTS = 12
-"""Requests that a client sends over one connection."""
-PROCESS_PART = len("req_") + 16
-"""Characters of a request's id that name the process which made it."""
+ANSWER_LIMIT = 150.0  # seconds within which every request must end
+KEPT_REQUESTS = 12  # requests that a client sends over one connection
+PROCESS_PART = len("req_") + 16  # characters of a request's id that name the process which made it
 READ_SECONDS = 0.1  # between two looks at a real server's metrics
 FAILURE_PAUSE = 0.3  # seconds until a client goes on whose request has failed
+SPEED = 40.0  # tokens/s of a slot
 LONGEST = 400  # tokens of an answer
 SHOWN = 160  # characters of a failure
 
@@ -46,8 +44,7 @@ class Answer:
     status: int  # 0: none came
     id: str
     member: str
-    failure: str
-    """Why it is none that a client could use; empty: it is one."""
+    failure: str  # why it is none that a client could use; empty: it is one
     reason: str = ""  # `X-Gateway-Reason`
 
     @property
@@ -63,15 +60,13 @@ class Load:
     url: str
     model: str
     most: int
-    exact: bool = True
-    """Whether the answers' texts are known."""
+    exact: bool = True  # whether the answers' texts are known
     answers: list[Answer] = field(default_factory=list)
     sent: int = 0
     stopped: bool = False
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     def start(self, name: str, key: str, seed: int, tokens: Sequence[int], pause: float) -> None:
-        """Start a client that sends one request after the other."""
         work = self._ask(name, key, random.Random(seed), tokens, pause)
         self._tasks.append(asyncio.create_task(work, name=name))
 
@@ -119,50 +114,37 @@ class Load:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """A batch of chats, submitted before anything happens, whose lines must come out once each."""
-
-    client: httpx.AsyncClient
-    id: str
-
-    async def wrong(self, lines: int, seconds: float) -> str:
-        """Wait for its end; what is wrong with its lines. Empty: nothing."""
-        until = time.monotonic() + seconds
-        state: dict[str, Any] = {}
-        while time.monotonic() < until and state.get("status") not in {"completed", "failed"}:
-            await asyncio.sleep(1)
-            with contextlib.suppress(httpx.HTTPError):
-                answer = await self.client.get(f"/v1/batches/{self.id}")
-                state = answer.json() if answer.status_code == 200 else state
-        if state.get("status") != "completed":
-            return f"the batch is {state.get('status')}: {state.get('request_counts')}"
-        output = await self.client.get(f"/v1/files/{state['output_file_id']}/content")
-        found = Counter(json.loads(line)["custom_id"] for line in output.text.splitlines())
-        return "" if found == Counter(map(str, range(lines))) else f"{len(found)} of {lines} lines"
+def _line(number: int) -> str:
+    messages = [{"role": "user", "content": f"line {number}"}]
+    body = {"model": "demo", "max_tokens": 8, "messages": messages}
+    return json.dumps({"custom_id": str(number), "method": "POST", "url": CHAT, "body": body})
 
 
-async def submit_batch(client: httpx.AsyncClient, model: str, lines: int) -> Batch:
-    """Submit a batch of so many chats."""
-    body = {"model": model, "max_tokens": 8}
-    text = "".join(
-        json.dumps(
-            {
-                "custom_id": str(number),
-                "method": "POST",
-                "url": CHAT,
-                "body": body | {"messages": [{"role": "user", "content": f"line {number}"}]},
-            }
-        )
-        + "\n"
-        for number in range(lines)
-    )
+async def submit_batch(client: httpx.AsyncClient, lines: int) -> str:
+    """Submit a batch of so many chats; its id."""
+    text = "".join(f"{_line(number)}\n" for number in range(lines))
     file = await client.post("/v1/files", data={"purpose": "batch"}, files={"file": text.encode()})
     assert file.status_code == 200, file.text
     made = {"input_file_id": file.json()["id"], "endpoint": CHAT, "completion_window": "24h"}
     batch = await client.post("/v1/batches", json=made)
     assert batch.status_code == 200, batch.text
-    return Batch(client, batch.json()["id"])
+    return str(batch.json()["id"])
+
+
+async def wrong_with_batch(client: httpx.AsyncClient, id_: str, lines: int, seconds: float) -> str:
+    """Wait for its end; what is wrong with its lines, which must come out once each."""
+    until = time.monotonic() + seconds
+    state: dict[str, Any] = {}
+    while time.monotonic() < until and state.get("status") not in {"completed", "failed"}:
+        await asyncio.sleep(1)
+        with contextlib.suppress(httpx.HTTPError):
+            answer = await client.get(f"/v1/batches/{id_}")
+            state = answer.json() if answer.status_code == 200 else state
+    if state.get("status") != "completed":
+        return f"the batch is {state.get('status')}: {state.get('request_counts')}"
+    output = await client.get(f"/v1/files/{state['output_file_id']}/content")
+    found = Counter(json.loads(line)["custom_id"] for line in output.text.splitlines())
+    return "" if found == Counter(map(str, range(lines))) else f"{len(found)} of {lines} lines"
 
 
 def failure(response: ReceivedResponse, stream: bool, expected: str | None) -> str:
@@ -204,7 +186,6 @@ class NodeWatch:
     _crowded: Crowding | None = None
 
     def look(self, busy: int, waiting: int) -> None:
-        """Note how many slots are busy now, and how many requests wait for one."""
         now = time.monotonic()
         if busy > self._busy:
             self.grants.append(now)
@@ -220,17 +201,13 @@ class NodeWatch:
 
 
 @contextlib.asynccontextmanager
-async def emulated_nodes(
-    address: str, slots: Sequence[int], tokens_per_second: float
-) -> AsyncIterator[list[NodeWatch]]:
+async def emulated_nodes(address: str, slots: Sequence[int]) -> AsyncIterator[list[NodeWatch]]:
     """Nodes with so many slots each, in this process, which are watched without a gap."""
     async with contextlib.AsyncExitStack() as stack:
         watches = []
         for number, count in enumerate(slots):
             node = await stack.enter_async_context(
-                EmulatedNode(
-                    host=address, slots=count, decode_tps=tokens_per_second, answer_tokens=LONGEST
-                )
+                EmulatedNode(host=address, slots=count, decode_tps=SPEED, answer_tokens=LONGEST)
             )
             watches.append(watch := NodeWatch(f"n{number}", node.url))
 

@@ -29,11 +29,9 @@ CLUSTER = "drill"
 PUBLIC, ADMIN, BETWEEN = 8000, 8001, 8090
 """Ports of a member: for clients, for operators, for other members."""
 TERM = 2.0
-LIMIT = 60.0
-"""Seconds for each wait."""
+LIMIT = 60.0  # seconds for each wait
 HAPROXY = shutil.which("haproxy", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
-MEMBER_HEADER = "x-member"
-"""Header of each answer with the member that HAProxy had it from."""
+MEMBER_HEADER = "x-member"  # header of each answer with the member that HAProxy had it from
 
 
 @dataclass(slots=True, eq=False)
@@ -44,13 +42,11 @@ class Member:
     folder: Path
     admin_key: str
     process: subprocess.Popen[bytes] | None = None
-    ends: list[int] = field(default_factory=list)
-    """Exit statuses of processes that were not killed."""
+    ends: list[int] = field(default_factory=list)  # exit statuses of processes that were not killed
     _read_to: int = 0
     lines: list[dict[str, Any]] = field(default_factory=list)
 
     def end_at_once(self) -> None:
-        """Kill what still runs of it."""
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
                 self.send(signal.SIGCONT)
@@ -60,20 +56,7 @@ class Member:
     def name(self) -> str:
         return self.machine.name
 
-    @property
-    def url(self) -> str:
-        return f"http://{self.machine.address}:{PUBLIC}"
-
-    @property
-    def admin_url(self) -> str:
-        return f"http://{self.machine.address}:{ADMIN}"
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {"authorization": f"Bearer {self.admin_key}"}
-
     def start(self) -> None:
-        """Start it; `ready` waits for it."""
         files = ("--nodes", self.folder / "nodes.yaml", "--config", self.folder / "gateway.yaml")
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(
@@ -91,14 +74,12 @@ class Member:
         return self.process.pid if gone(pid) else pid
 
     def edges(self) -> list[int]:
-        """The processes of its edges."""
         with contextlib.suppress(psutil.NoSuchProcess):
             found = psutil.Process(self.pid).children()
             return [one.pid for one in found if "edge" in one.cmdline()[:6]]
         return []
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to the process that serves."""
         os.kill(self.pid, number)
 
     def kill(self) -> list[int]:
@@ -110,7 +91,6 @@ class Member:
         return pids
 
     async def terminate(self) -> None:
-        """End it in good order."""
         assert self.process is not None
         pids = [self.pid, self.process.pid, *self.edges()]
         self.send(signal.SIGTERM)
@@ -119,12 +99,11 @@ class Member:
         self.ends.append(status)
 
     async def ready(self) -> None:
-        """Wait until it takes requests."""
-        until = time.monotonic() + LIMIT
+        until, url = time.monotonic() + LIMIT, f"http://{self.machine.address}:{PUBLIC}/ready"
         async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
             while True:
                 with contextlib.suppress(httpx.HTTPError):
-                    if (await client.get(f"{self.url}/ready")).status_code == 200:
+                    if (await client.get(url)).status_code == 200:
                         return
                 log = (self.folder / "log").read_text()[-3000:]
                 assert time.monotonic() < until, f"{self.name} is not ready:\n{log}"
@@ -141,29 +120,25 @@ class Member:
             await asyncio.sleep(0.1)
 
     def read(self) -> list[dict[str, Any]]:
-        """The lines of its log so far."""
         with (self.folder / "log").open("rb") as file:
             file.seek(self._read_to)
             for line in file:
                 if not line.endswith(b"\n"):
                     break
                 self._read_to += len(line)
-                plain = not line.startswith(b"{")
-                self.lines.append(
-                    {"event": line.decode(errors="replace"), "level": "plain"}
-                    if plain
-                    else json.loads(line)
-                )
+                plain = {"event": line.decode(errors="replace"), "level": "plain"}
+                self.lines.append(json.loads(line) if line.startswith(b"{") else plain)
         return self.lines
 
     def logged(self, event: str) -> int:
-        """How many lines with this event there are."""
         return sum(line["event"] == event for line in self.read())
 
     async def status(self, client: httpx.AsyncClient) -> dict[str, Any] | None:
         """What it says of itself to operators; None: it does not answer."""
         with contextlib.suppress(httpx.HTTPError, ValueError):
-            answer = await client.get(f"{self.admin_url}/admin/status", headers=self.headers)
+            url = f"http://{self.machine.address}:{ADMIN}/admin/status"
+            headers = {"authorization": f"Bearer {self.admin_key}"}
+            answer = await client.get(url, headers=headers)
             if answer.status_code == 200:
                 return dict(answer.json())
         return None
@@ -217,30 +192,22 @@ def running_haproxy(
         f"  server {one.name} {one.machine.address}:{PUBLIC} check inter 500 fall 2 rise 1"
         for one in members
     ]
-    (folder / "haproxy.cfg").write_text(
-        "\n".join(
-            [
-                "defaults",
-                "  mode http",
-                "  timeout connect 2s",
-                "  timeout client 300s",
-                "  timeout server 300s",
-                "  timeout check 2s",
-                "  retries 3",
-                "  option redispatch 1",
-                "  retry-on conn-failure",
-                # Without it HAProxy holds chunks back for up to 200 ms, to fill packets.
-                "  option http-no-delay",
-                "listen gateways",
-                f"  bind {address}:{port}",
-                "  balance leastconn",
-                "  option httpchk GET /ready",
-                f"  http-after-response set-header {MEMBER_HEADER} %[srv_name]",
-                *servers,
-                "",
-            ]
-        )
-    )
+    usual = ["mode http", "retries 3", "option redispatch 1", "retry-on conn-failure"]
+    seconds = {"connect": 2, "client": 300, "server": 300, "check": 2}
+    lines = [
+        "defaults",
+        *(f"  {one}" for one in usual),
+        *(f"  timeout {what} {most}s" for what, most in seconds.items()),
+        # Without it HAProxy holds chunks back for up to 200 ms, to fill packets.
+        "  option http-no-delay",
+        "listen gateways",
+        f"  bind {address}:{port}",
+        "  balance leastconn",
+        "  option httpchk GET /ready",
+        f"  http-after-response set-header {MEMBER_HEADER} %[srv_name]",
+        *servers,
+    ]
+    (folder / "haproxy.cfg").write_text("\n".join([*lines, ""]))
     with (folder / "haproxy.log").open("wb") as log:
         command = [HAPROXY, "-db", "-f", str(folder / "haproxy.cfg")]
         process = subprocess.Popen(command, stdout=log, stderr=log)

@@ -25,8 +25,7 @@ from tests.cluster.certificates import CLUSTER, Authority
 from tests.virtual import now
 
 TERM = 2.0
-STEP = 0.05
-"""Seconds that the database takes for a step."""
+STEP = 0.05  # seconds that the database takes for a step
 
 
 class Database:
@@ -91,8 +90,6 @@ class Account(Tenure):
 
 
 class One:
-    """A process of a member."""
-
     def __init__(
         self, settings: ClusterSettings, process: str, store: Store, row: Leadership
     ) -> None:
@@ -122,7 +119,6 @@ class One:
         self.membership.start()
 
     def clock(self) -> float:
-        """Return what its boot clock shows."""
         return now() + self.suspended
 
     @property
@@ -155,8 +151,6 @@ class One:
 
 
 class Cluster:
-    """Members of one cluster in this process."""
-
     def __init__(self, authority: Authority, term: float = TERM) -> None:
         self.authority = authority
         self.term = term
@@ -165,7 +159,6 @@ class Cluster:
         self.ports: dict[str, int] = {}
 
     def join(self, name: str, process: str = "") -> One:
-        """Start a process of a member."""
         if name not in self.ports:
             with socket.create_server(("127.0.0.1", 0)) as free:
                 self.ports[name] = free.getsockname()[1]
@@ -178,7 +171,6 @@ class Cluster:
         return made
 
     def connections(self) -> tuple[Store, Leadership]:
-        """Return what a process has of the database: the store, and the leadership's row."""
         return cast("Store", self.database), Row(self.database)
 
     async def end(self, one: One) -> None:

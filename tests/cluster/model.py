@@ -26,16 +26,18 @@ from tests.cluster.scheduling import free, grant
 
 TERM = 2.0
 ALONE = 5.0
-LIMIT = 1.5
-"""Seconds after which a member takes a step for failed."""
-LONGEST_GRANT = 1.0
-"""Seconds from an asking to the write, at most."""
-LONGEST_LANDING = 0.2
-"""Seconds until a node shows a request that was written to it, at most."""
+LIMIT = 1.5  # seconds after which a member takes a step for failed
+LONGEST_GRANT = 1.0  # seconds from an asking to the write, at most
+LONGEST_LANDING = 0.2  # seconds until a node shows a request that was written to it, at most
 
 
 class Broken(Exception):  # noqa: N818
     """The property does not hold."""
+
+
+def broken(is_so: bool, what: str) -> None:
+    if is_so:
+        raise Broken(what)
 
 
 @dataclass(slots=True, eq=False)
@@ -57,14 +59,10 @@ class Machine:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One that was written to a node."""
-
-    task: int
-    """The node's number for it: no other request ever has it."""
+    task: int  # the node's number for it: no other request ever has it
     number: int
     lands_at: float
-    late: bool
-    """Whether its edge was stopped between check and write."""
+    late: bool  # whether its edge was stopped between check and write
     edge: Edge | None
 
 
@@ -81,18 +79,14 @@ class Step:
 
 @dataclass(slots=True, eq=False)
 class Brain:
-    """A member's process."""
-
     name: str
     machine: Machine
     member: Any
-    slots: dict[str, int]
-    """Of the nodes, as it knows them."""
+    slots: dict[str, int]  # of the nodes, as it knows them
     tenure: Any = None
     step: Step | None = None
     stopped: bool = False
-    cut_off: bool = False
-    """From the database."""
+    cut_off: bool = False  # from the database
 
 
 @dataclass(slots=True, eq=False)
@@ -105,24 +99,19 @@ class Link:
     session: Any
     up: deque[tuple[Any, ...]] = field(default_factory=deque)
     down: deque[tuple[Any, ...]] = field(default_factory=deque)
-    asked_at: float = 0.0
-    """When the edge sent the last message that the member has got."""
+    asked_at: float = 0.0  # when the edge sent the last message that the member has got
     is_cut: bool = False
-    is_stalled: bool = False
-    """Nothing arrives for a while."""
+    is_stalled: bool = False  # nothing arrives for a while
 
 
 @dataclass(slots=True, eq=False)
 class Edge:
-    """An edge's process."""
-
     name: str
     machine: Machine
     process: str
     fence: Any
     sender: Any
-    slots: dict[str, int]
-    """Of the nodes, as it knows them."""
+    slots: dict[str, int]  # of the nodes, as it knows them
     link: Link | None = None
     greeted_at: float = 0.0
     ready: list[int] = field(default_factory=list)
@@ -137,19 +126,12 @@ class Edge:
 class Script:
     """One run; `play` raises Broken."""
 
-    def __init__(
-        self, rules: Rules, seed: int, *, say: Callable[[str], None] | None = None
-    ) -> None:
+    def __init__(self, rules: Rules, seed: int) -> None:
         self.rules = rules
-        self.say = say
-        self.rng = rng = random.Random(seed)
-        self.more = random.Random(seed)
+        self.rng, self.more = random.Random(seed), random.Random(seed)
+        rng = self.rng
         self.now = 0.0
-        self.stops = 0
-        self.starts = 0
-        self.alone_starts = 0
-        self.wins = 0
-        self.failovers = 0
+        self.stops = self.starts = self.alone_starts = self.wins = self.failovers = 0
         self.machines = [
             Machine(rng.uniform(0, 1e5), 1 + rng.uniform(-2e-4, 2e-4), rng.uniform(-1e5, 1e5))
             for _ in range(3)
@@ -165,19 +147,16 @@ class Script:
         # Some scripts begin with fewer edges that share; an operator changes who should.
         first = self.names[: 1 + self.more.randrange(len(self.names))] if self.names else ()
         self.wanted = set(first)
-        self.lists = [rules.fencing.Sharers(1, first)]
-        """As they are stored."""
+        self.lists = [rules.fencing.Sharers(1, first)]  # as they are stored
         self.processes = 0
         self.brains = [self.new_brain(self.machines[i]) for i in range(rng.choice((2, 2, 3)))]
         self.edges = [self.new_edge(name, self.machines[i]) for i, name in enumerate(self.names)]
         self.running: dict[str, list[Request]] = {node: [] for node in self.slots}
         self.links: list[Link] = []
         self.doubles: list[tuple[Link, bool, tuple[Any, ...]]] = []
-        self.steps: list[Step] = []
-        """Those on their way to the database."""
+        self.steps: list[Step] = []  # those on their way to the database
         self.answers: list[Step] = []
-        self.reads: list[list[Any]] = []
-        """Who has asked which node when, and what it answered."""
+        self.reads: list[list[Any]] = []  # who has asked which node when, and what it answered
         self.database = sqlite3.connect(":memory:", isolation_level=None)
         self.database.execute(
             "CREATE TABLE leadership (cluster TEXT, holder TEXT, epoch INT, counter INT)"
@@ -228,10 +207,6 @@ class Script:
         """All of them, beginning with any."""
         first = int(self.rng.random() * len(all_of_them))
         return all_of_them[first:] + all_of_them[:first]
-
-    def tell_story(self, what: str) -> None:
-        if self.say is not None:
-            self.say(f"{self.now:7.2f} {what}")
 
     # The script.
 
@@ -338,17 +313,13 @@ class Script:
             brain.member.saw(step.row, step.asked_at, clock)
         elif step.done:
             brain.member.done(step.step, step.asked_at, clock)
-            member = brain.member
-            if member.leads(clock) and (
-                brain.tenure is None or brain.tenure.epoch != member.row.epoch
-            ):
+            member, tenure = brain.member, brain.tenure
+            if member.leads(clock) and (tenure is None or tenure.epoch != member.row.epoch):
                 self.wins += 1
-                self.tell_story(f"{brain.name} leads, epoch {member.row.epoch}")
                 brain.tenure = self.rules.fencing.Tenure(
                     member.row.epoch, member.won_at, self.lists, brain.slots, alone_seconds=ALONE
                 )
         else:
-            self.tell_story(f"{brain.name} is refused {step.step}")
             brain.member.refused()
 
     def lead(self, brain: Brain) -> None:
@@ -373,7 +344,6 @@ class Script:
         new = brain.tenure.next_list(self.wanted, self.clock(brain))
         self.lists = list(brain.tenure.lists)
         if new is not None:
-            self.tell_story(f"{brain.name} tells of {new}")
             self.lists.append(new)
             brain.tenure.share_by(new)
 
@@ -386,7 +356,6 @@ class Script:
     # Nodes.
 
     def busy(self, node: str) -> frozenset[int]:
-        """The tasks that the node shows."""
         return frozenset(one.task for one in self.running[node] if one.lands_at <= self.now)
 
     def ask_node(self, asker: Brain | Edge, node: str) -> None:
@@ -413,15 +382,13 @@ class Script:
 
     def write(self, edge: Edge, number: int, node: str, *, late: bool = False) -> None:
         self.starts += 1
-        if self.say is not None:
-            self.tell_story(f"{edge.name} writes {number} to {node}{' late' if late else ''}")
         lands_at = self.now + self.rng.random() * LONGEST_LANDING
         # A server that has just restarted with fewer slots queues what was granted before.
         late = late or self.now - self.restarted_at[node] < LONGEST_GRANT
         self.running[node].append(Request(self.starts, number, lands_at, late, edge))
         running = self.running[node]
-        if len(running) - sum(one.late for one in running) > self.slots[node]:
-            raise Broken(f"{len(running)} requests on {self.slots[node]} slots of {node}")
+        too_many = len(running) - sum(one.late for one in running) > self.slots[node]
+        broken(too_many, f"{len(running)} requests on slots of {node}")
 
     # Edges.
 
@@ -458,9 +425,7 @@ class Script:
                     edge.ended.append(request.number)
         if edge.ended and chance() < 0.7:
             number = edge.ended.pop(0)
-            self.tell_story(f"{edge.name} notices the end of {number}")
-            if not edge.sender.ended(number):
-                raise Broken("a lease has ended twice")
+            broken(not edge.sender.ended(number), "a lease has ended twice")
             self.give_back(edge, number)
 
     def talk(self, edge: Edge, link: Link) -> None:
@@ -489,15 +454,10 @@ class Script:
         if not fence.greet(brain.tenure.epoch):
             brain.member.heard(fence.epoch, self.clock(brain))
             return
-        edge.link = link = Link(
-            edge,
-            brain,
-            fence.epoch,
-            self.rules.fencing.Session(edge.name, edge.process, fence.session),
-        )
+        session = self.rules.fencing.Session(edge.name, edge.process, fence.session)
+        edge.link = link = Link(edge, brain, fence.epoch, session)
         edge.greeted_at = self.clock(edge)
         self.links.append(link)
-        self.tell_story(f"{edge.name} greets {brain.name} with {dict(edge.sender.leases)}")
         self.send(link, link.up, ("hello", 0, edge.greeted_at, dict(edge.sender.leases)))
 
     def start(self, edge: Edge, number: int) -> None:
@@ -510,14 +470,12 @@ class Script:
         number = edge.sender.start_alone(node, self.clock(edge))
         if number is not None:
             self.alone_starts += 1
-            self.tell_story(f"{edge.name} alone: {number}")
             self.write_soon(edge, number)
 
     def write_soon(self, edge: Edge, number: int) -> None:
         node = edge.sender.leases[number]
         if self.rng.random() < 0.01:
             self.stops += 1
-            self.tell_story(f"{edge.name} stops before it writes {number} to {node}")
             edge.stopped, edge.unwritten = True, (number, node)
         else:
             self.write(edge, number, node)
@@ -571,7 +529,6 @@ class Script:
                 if not brain.member.may_grant(clock):
                     break
                 if grant(tenure, link.session, rest[0], node, clock):
-                    self.tell_story(f"{brain.name} grants {link.edge.name} {rest[0]} on {node}")
                     told = ("grant", tenure.epoch, link.session.number, rest[0], node)
                     self.send(link, link.down, told)
                     break
@@ -601,20 +558,15 @@ class Script:
             self.give_back(edge, number)
 
     def obeyed(self, fence: Any, epoch: int) -> None:
-        if epoch < fence.epoch:
-            raise Broken("a lower epoch is obeyed")
+        broken(epoch < fence.epoch, "a lower epoch is obeyed")
 
     # What goes wrong.
 
     def go_wrong(self) -> None:
-        if self.is_about_lists:
-            faults: tuple[Callable[[Script], None], ...] = LIST_FAULTS
-        else:
-            faults = (*FAULTS, *CHANGES) if self.has_edges else FAULTS
-        self.rng.choice(faults)(self)
+        usual = (*FAULTS, *CHANGES) if self.has_edges else FAULTS
+        self.rng.choice(LIST_FAULTS if self.is_about_lists else usual)(self)
 
     def recover(self) -> None:
-        """What is away comes back some time, and what is stopped goes on."""
         chance = self.rng.random
         if self.is_away and chance() < 0.15:
             self.go_away()
@@ -623,7 +575,6 @@ class Script:
                 brain.cut_off = False
             if brain.stopped and chance() < 0.15:
                 brain.stopped = False
-                self.tell_story(f"{brain.name} goes on")
         for edge in self.edges:
             if edge.stopped and chance() < 0.15:
                 self.resume(edge)
@@ -645,20 +596,17 @@ class Script:
             back = next((i for i, row in enumerate(reversed(self.rows)) if row[1] != epoch), 1)
         del self.rows[-min(len(self.rows) - 1, back) :]
         self.failovers += 1
-        self.tell_story(f"the database fails over to {self.rows[-1]}")
         change = "UPDATE leadership SET holder = ?, epoch = ?, counter = ?"
         self.database.execute(change, self.rows[-1])
 
     def go_away(self) -> None:
         self.is_away = not self.is_away
-        self.tell_story(f"the database is {'away' if self.is_away else 'back'}")
 
     def change_slots(self) -> None:
         """A server restarts with another number of slots; who knows it, and when, is chance."""
         node = self.more.choice([*self.slots])
         before = self.slots[node]
         self.slots[node] = after = self.more.choice((1, 2, 3, 4))
-        self.tell_story(f"{node} has {after} slots in place of {before}")
         if after < before:
             # Nobody gets an answer before its server is there again.
             self.restarted_at[node] = self.now
@@ -671,7 +619,6 @@ class Script:
             self.running[node].clear()
 
     def learn_slots(self, one: Brain | Edge, node: str) -> None:
-        """A process reads how many slots the node has."""
         one.slots[node] = self.slots[node]
         if isinstance(one, Brain) and one.tenure is not None:
             one.tenure.set_nodes(one.slots, self.clock(one))
@@ -680,39 +627,21 @@ class Script:
         """A process reads another inventory, without one of the nodes."""
         one = self.more.choice(self.processes_here())
         node = self.more.choice([*self.slots])
-        if not one.stopped and one.slots.pop(node, 0) and isinstance(one, Brain):
-            self.tell_story(f"{one.name} does not know {node}")
-            if one.tenure is not None:
-                one.tenure.set_nodes(one.slots, self.clock(one))
+        if not one.stopped and one.slots.pop(node, 0) and isinstance(one, Brain) and one.tenure:
+            one.tenure.set_nodes(one.slots, self.clock(one))
 
     def change_members(self) -> None:
-        """An operator adds an edge to those that share, or removes it."""
         if self.names:
             self.wanted ^= {self.more.choice(self.names)}
-            self.tell_story(f"{sorted(self.wanted)} are to share")
 
-    def cut_off(self) -> None:
-        self.rng.choice(self.brains).cut_off = True
-
-    def cut_link(self) -> None:
+    def of_any_link(self, do: Callable[[Link], object]) -> None:
         if self.links:
-            self.cut(self.rng.choice(self.links))
+            do(self.rng.choice(self.links))
 
-    def stall_link(self) -> None:
-        if self.links:
-            self.rng.choice(self.links).is_stalled = True
-
-    def stop_brain(self) -> None:
-        brain = self.rng.choice(self.brains)
-        brain.stopped = True
-        self.tell_story(f"{brain.name} stops")
-
-    def stop_edge(self) -> None:
-        if not self.edges:
-            return
-        edge = self.rng.choice(self.edges)
-        edge.stopped = True
-        self.tell_story(f"{edge.name} stops")
+    def stop(self, processes: list[Any]) -> None:
+        if processes:
+            one = self.rng.choice(processes)
+            one.stopped = True
 
     def strand(self) -> None:
         """All edges are left alone, right after somebody has told something."""
@@ -720,14 +649,6 @@ class Script:
             self.deliver(self.more.choice(self.links))
         for brain in self.brains:
             brain.stopped = True
-
-    def jump(self) -> None:
-        """The time of day of a machine is set."""
-        self.rng.choice(self.machines).wall += self.rng.choice((-1000, -3, -1, 1, 3, 1000))
-
-    def be_silent(self) -> None:
-        """Nothing happens anywhere."""
-        self.now += self.rng.choice((1.5, 3.0, 5.0))
 
     def end_orphans(self) -> None:
         """Nodes notice that the edge of a request has died."""
@@ -743,7 +664,6 @@ class Script:
 
     def resume(self, edge: Edge) -> None:
         edge.stopped = False
-        self.tell_story(f"{edge.name} goes on")
         if edge.unwritten is not None:
             (number, node), edge.unwritten = edge.unwritten, None
             self.write(edge, number, node, late=True)
@@ -753,9 +673,7 @@ class Script:
         seconds = self.rng.choice((0.5, 2.0, 4.0))
         machine = self.rng.choice(self.machines)
         machine.suspended += seconds
-        self.tell_story(f"a machine is suspended for {seconds} s")
-        everyone: list[Brain | Edge] = [*self.brains, *self.edges]
-        held = [one for one in everyone if one.machine is machine]
+        held = [one for one in self.processes_here() if one.machine is machine]
         before = [one.stopped for one in held]
         for one in held:
             one.stopped = True
@@ -771,7 +689,6 @@ class Script:
             return
         index = self.rng.randrange(len(self.edges))
         edge = self.edges[index]
-        self.tell_story(f"{edge.name} is killed")
         self.edges[index] = self.new_edge(edge.name, edge.machine)
         # Its connections to nodes are closed: some servers go on for a while.
         for requests in self.running.values():
@@ -785,7 +702,6 @@ class Script:
     def kill_brain(self) -> None:
         index = self.rng.randrange(len(self.brains))
         brain = self.brains[index]
-        self.tell_story(f"{brain.name} is killed")
         self.brains[index] = self.new_brain(brain.machine)
         self.hang_up(brain)
 
@@ -802,13 +718,11 @@ class Script:
         leading = [brain for brain in self.brains if brain.member.leads(self.clock(brain) + 0.01)]
         if self.failovers:
             leading = [one for one in leading if one.member.may_grant(self.clock(one) + 0.01)]
-        if len(leading) > 1:
-            raise Broken("two members lead at a time")
+        broken(len(leading) > 1, "two members lead at a time")
         self.links = [link for link in self.links if not link.is_cut or link.up or link.down]
 
     def heal(self) -> None:
         """All goes well, and nobody asks for more: then all slots are free some time."""
-        self.tell_story("all is well")
         self.is_away, self.trouble, self.delivery = False, 0.0, 1.0
         self.losses = self.delays = self.idles = 0.0
         for brain in self.brains:
@@ -835,19 +749,43 @@ class Script:
         raise Broken("not all slots come free")
 
 
-FAULTS = (
-    Script.fail_over, Script.go_away, Script.go_away, Script.cut_off, Script.cut_off,
-    Script.cut_link, Script.stall_link, Script.stall_link,
-    Script.stop_brain, Script.stop_brain, Script.stop_edge,
-    Script.suspend, Script.kill_edge, Script.kill_brain, Script.jump, Script.be_silent,
-    Script.end_orphans, Script.end_orphans,
+Fault = Callable[[Script], object]
+
+
+def _cut_off(script: Script) -> None:
+    script.rng.choice(script.brains).cut_off = True
+
+
+def _stall(script: Script) -> None:
+    script.of_any_link(lambda link: setattr(link, "is_stalled", True))
+
+
+def _cut_link(script: Script) -> None:
+    script.of_any_link(script.cut)
+
+
+def _jump(script: Script) -> None:
+    """The time of day of a machine is set."""
+    machine = script.rng.choice(script.machines)
+    machine.wall += script.rng.choice((-1000, -3, -1, 1, 3, 1000))
+
+
+def _be_silent(script: Script) -> None:
+    """Nothing happens anywhere."""
+    script.now += script.rng.choice((1.5, 3.0, 5.0))
+
+
+FAULTS: tuple[Fault, ...] = (
+    Script.fail_over, Script.go_away, Script.go_away, _cut_off, _cut_off, _cut_link, _stall, _stall,
+    lambda script: script.stop(script.brains), lambda script: script.stop(script.brains),
+    lambda script: script.stop(script.edges), Script.suspend, Script.kill_edge, Script.kill_brain,
+    _jump, _be_silent, Script.end_orphans, Script.end_orphans,
 )  # fmt: skip
 """What goes wrong, each as often as it stands here."""
-CHANGES = (
+CHANGES: tuple[Fault, ...] = (
     Script.change_members, Script.change_members, Script.change_slots, Script.change_nodes,
 )  # fmt: skip
 """And what changes, where there are edges."""
-LIST_FAULTS = (
-    Script.change_members, Script.change_members, Script.change_members, Script.stall_link,
-    Script.strand, Script.be_silent, Script.cut_link, Script.kill_edge,
+LIST_FAULTS: tuple[Fault, ...] = (
+    *[Script.change_members] * 3, _stall, Script.strand, _be_silent, _cut_link, Script.kill_edge,
 )  # fmt: skip

@@ -74,12 +74,10 @@ class Machine:
         _run(*self.prefix, "nft", "; ".join(["add table inet cut", *chains, *rules]))
 
     def mend(self) -> None:
-        """Let everything through again."""
         _run(*self.prefix, "nft", "add table inet cut; delete table inet cut")
 
 
 def switch() -> None:
-    """Make the switch."""
     # `ip netns` keeps names as files, which would outlive the namespaces.
     Path("/run/netns").mkdir(exist_ok=True)
     _run("mount", "-t", "tmpfs", "none", "/run/netns")
@@ -90,7 +88,6 @@ def switch() -> None:
 
 
 def machine(number: int, name: str) -> Machine:
-    """Make a machine, and plug it in."""
     made = Machine(name, f"{SWITCH.rpartition('.')[0]}.{10 + number}")
     port = f"port{number}"
     _run("ip", "netns", "add", name)

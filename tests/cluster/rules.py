@@ -25,19 +25,14 @@ class Mutant:
 
     name: str
     module: str
-    rule: str
-    """The text, which is there once."""
+    rule: str  # the text, which is there once
     broken: str
-    found_by: int = 0
-    """A script that finds it, or one shortly before that."""
-    clock: str = "boot"
-    """The clock that members and edges use."""
+    found_by: int = 0  # A script that finds it, or one shortly before that
+    clock: str = "boot"  # the clock that members and edges use
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The modules that a script runs."""
-
     leadership: ModuleType
     leader_row: ModuleType
     fencing: ModuleType

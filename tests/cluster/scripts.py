@@ -1,7 +1,7 @@
 """Plays random scripts of a cluster: `python -m tests.cluster.scripts [--scripts N] [--first N]`.
 
-`--mutants` breaks each rule in turn, and plays until the property fails. `--show SEED` tells the
-story of one script. Exit status: 0 the property held, or all mutants were found; 1 it did not.
+`--mutants` breaks each rule in turn, and plays until the property fails. Exit status: 0 the
+property held, or all mutants were found; 1 it did not.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ def find(mutant: Mutant, most: int) -> str | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Play, and tell; the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.cluster.scripts",
         description=__doc__,
@@ -52,11 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--scripts", type=int, default=100_000, help="how many; default: 100,000")
     parser.add_argument("--first", type=int, default=0, help="the seed of the first one")
     parser.add_argument("--mutants", action="store_true", help="find each mutant")
-    parser.add_argument("--show", type=int, metavar="SEED", help="tell the story of one script")
     options = parser.parse_args(arguments)
-    if options.show is not None:
-        Script(load(), options.show, say=print).play(heal=options.show % 10 == 0)
-        return 0
     began = time.process_time()
     if options.mutants:
         missed = 0

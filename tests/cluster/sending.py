@@ -36,7 +36,6 @@ class Sender:
         return obeys
 
     def ask(self, now: float) -> int:
-        """Ask for a slot; the number of this asking."""
         while self._asked and now - next(iter(self._asked.values())) > GRANT_SECONDS:
             del self._asked[next(iter(self._asked))]
         self._number += 1
@@ -77,7 +76,6 @@ class Sender:
         return self._number
 
     def ended(self, number: int) -> bool:
-        """The request has ended; False: it had before."""
         if self.leases.pop(number, None) is None:
             return False
         self._alone.discard(number)

@@ -29,82 +29,60 @@ def leadership(url: str, seconds: float = ANY_TIME) -> StoredLeadership:
 
 
 @pytest.fixture
-def tables_url(store_url: str) -> str:
-    """Return the URL of a store that has its tables."""
-    with opened(store_url):
-        return store_url
-
-
-@pytest.fixture
 async def row(server_url: str) -> AsyncIterator[StoredLeadership]:
     made = leadership(server_url)
     yield made
     await made.close()
 
 
-def claim(old: LeaderRow, wanted: LeaderRow) -> Change:
-    return Change(old, wanted, is_claim=True)
-
-
-def renewal(old: LeaderRow, wanted: LeaderRow) -> Change:
-    return Change(old, wanted, is_claim=False)
-
-
-def first_claim(name: str) -> Change:
-    return claim(FIRST_ROW, LeaderRow(name, 1, 0))
+FIRST = Change(FIRST_ROW, LeaderRow("a", 1, 0), is_claim=True)
 
 
 async def claims_and_renewals_hold_to_their_conditions(url: str) -> None:
     one, other = leadership(url), leadership(url)
+    elsewhere = StoredLeadership(locate_store(url, Path("unused")), "d", seconds=ANY_TIME)
     assert await one.look() == await other.look() == FIRST_ROW
-    assert await one.change(first_claim("a"))
-    assert not await other.change(first_claim("b"))
-    first = LeaderRow("a", 1, 0)
+    assert await one.change(FIRST)
+    first, second = LeaderRow("a", 1, 0), LeaderRow("b", 2, 0)
+    assert not await other.change(Change(FIRST_ROW, LeaderRow("b", 1, 0), is_claim=True))
     assert await other.look() == first
-    assert await one.change(renewal(first, LeaderRow("a", 1, 1)))
-    # One whose answer was lost: the next renewal does not know of it.
-    assert await one.change(renewal(first, LeaderRow("a", 1, 2)))
+    # The second is one whose answer was lost: the next renewal does not know of it.
+    for counter in (1, 2):
+        assert await one.change(Change(first, LeaderRow("a", 1, counter), is_claim=False))
     # The row was renewed since it was seen.
-    assert not await other.change(claim(first, LeaderRow("b", 2, 0)))
+    assert not await other.change(Change(first, second, is_claim=True))
     seen = await other.look()
     assert seen == LeaderRow("a", 1, 2)
-    assert await other.change(claim(seen, LeaderRow("b", 2, 0)))
-    assert not await one.change(renewal(seen, LeaderRow("a", 1, 3)))
-    assert await one.look() == LeaderRow("b", 2, 0)
-    await one.close()
-    await other.close()
+    assert await other.change(Change(seen, second, is_claim=True))
+    assert not await one.change(Change(seen, LeaderRow("a", 1, 3), is_claim=False))
+    assert await one.look() == second
+    assert await elsewhere.look() == FIRST_ROW, "another cluster has a row of its own"
+    for each in (one, other, elsewhere):
+        await each.close()
 
 
-async def test_claims_and_renewals_hold_to_their_conditions(tables_url: str) -> None:
-    await claims_and_renewals_hold_to_their_conditions(tables_url)
+async def test_claims_and_renewals_hold_to_their_conditions(store_url: str) -> None:
+    without_tables = leadership(store_url)
+    with pytest.raises(StoreError):
+        await without_tables.look()
+    await without_tables.close()
+    with opened(store_url):
+        pass
+    await claims_and_renewals_hold_to_their_conditions(store_url)
 
 
-async def test_of_many_that_claim_at_once_one_gets_the_row(tables_url: str) -> None:
-    all_of_them = [leadership(tables_url) for _ in range(8)]
+async def test_of_many_that_claim_at_once_one_gets_the_row(store_url: str) -> None:
+    with opened(store_url):
+        pass
+    all_of_them = [leadership(store_url) for _ in range(8)]
     await asyncio.gather(*(one.look() for one in all_of_them))
-    claims = (one.change(first_claim(f"p{i}")) for i, one in enumerate(all_of_them))
-    done = await asyncio.gather(*claims)
+    claims = [Change(FIRST_ROW, LeaderRow(f"p{i}", 1, 0), is_claim=True) for i in range(8)]
+    both = zip(all_of_them, claims, strict=True)
+    done = await asyncio.gather(*(one.change(claim) for one, claim in both))
     assert sum(done) == 1
     assert (await all_of_them[0].look()).holder == f"p{done.index(True)}"
     for one in all_of_them:
         await one.close()
-
-
-async def test_clusters_of_one_database_have_rows_of_their_own(tables_url: str) -> None:
-    one = leadership(tables_url)
-    other = StoredLeadership(locate_store(tables_url, Path("unused")), "d", seconds=ANY_TIME)
-    await one.look()
-    assert await one.change(first_claim("a"))
-    assert await other.look() == FIRST_ROW
-    await one.close()
-    await other.close()
-
-
-async def test_a_store_without_its_tables_is_an_error_of_the_store(store_url: str) -> None:
-    one = leadership(store_url)
-    with pytest.raises(StoreError):
-        await one.look()
-    await one.close()
 
 
 @needs_postgres
@@ -139,11 +117,11 @@ async def test_a_row_that_another_session_holds_locked_is_given_up_in_time(
     with psycopg.connect(server_url) as holder:
         holder.execute(b"SELECT * FROM leadership FOR UPDATE")
         with pytest.raises((StoreLocked, StoreUnavailable)):
-            await row.change(first_claim("a"))
+            await row.change(FIRST)
     patient = leadership(server_url)
     # The server has given up the claim too: it does not come true afterwards.
     assert await patient.look() == FIRST_ROW
-    assert await patient.change(first_claim("b"))
+    assert await patient.change(FIRST)
     await row.close()
     await patient.close()
 
@@ -158,34 +136,18 @@ async def test_other_work_of_the_store_does_not_delay_it(
             store.run(lambda connection: connection.exec_driver_sql("SELECT pg_sleep(5)"))
         )
         await row.look()
-        assert await row.change(first_claim("a"))
+        assert await row.change(FIRST)
         assert not slow.done()
         await slow
 
 
 @needs_postgres
 @pytest.mark.slow
-async def test_a_terminated_session_costs_one_step_at_most(
-    server: PostgresServer, row: StoredLeadership
-) -> None:
-    await row.look()
-    server.execute(
-        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
-        "WHERE application_name = 'llama-gateway leadership'"
-    )
-    with contextlib.suppress(StoreError):
-        await row.look()
-    assert await row.look() == FIRST_ROW
-
-
-@needs_postgres
-@pytest.mark.slow
-async def test_a_step_ends_in_time_though_the_server_is_halted(
+async def test_a_step_ends_in_time_though_the_server_is_halted_or_killed(
     server: PostgresServer, server_url: str
 ) -> None:
     row = leadership(server_url, seconds=1.0)
-    patient = leadership(server_url)
-    await patient.look()
+    await leadership(server_url).look()
     with contextlib.suppress(StoreError):
         await row.look()
     with server.halted():
@@ -195,6 +157,21 @@ async def test_a_step_ends_in_time_though_the_server_is_halted(
                 await row.look()
             assert time.monotonic() - began < ANY_TIME
     await eventually(lambda: answers(row))
+    # A terminated session costs one step at most.
+    patient = leadership(server_url)
+    await patient.look()
+    server.execute(
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+        "WHERE application_name = 'llama-gateway leadership'"
+    )
+    with contextlib.suppress(StoreError):
+        await patient.look()
+    assert await patient.look() == FIRST_ROW
+    server.kill()
+    with pytest.raises(StoreError):
+        await patient.look()
+    server.start()
+    await eventually(lambda: answers(patient))
     await row.close()
     await patient.close()
 
@@ -203,16 +180,3 @@ async def answers(row: StoredLeadership) -> LeaderRow | None:
     with contextlib.suppress(StoreError):
         return await row.look()
     return None
-
-
-@needs_postgres
-@pytest.mark.slow
-async def test_a_server_that_is_killed_and_started_again_is_used_again(
-    server: PostgresServer, row: StoredLeadership
-) -> None:
-    await row.look()
-    server.kill()
-    with pytest.raises(StoreError):
-        await row.look()
-    server.start()
-    await eventually(lambda: answers(row))

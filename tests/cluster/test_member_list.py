@@ -13,7 +13,6 @@ from sqlalchemy import Connection, insert
 
 from gateway.cluster.tables import (
     MemberRow,
-    StoredMember,
     read_members,
     read_sharers,
     register,
@@ -79,20 +78,6 @@ def test_only_who_leads_replaces_the_lists_of_sharers(store: Store) -> None:
     assert store.run_now(lambda connection: read_sharers(connection, "c")) == "[1]"
 
 
-def test_operators_see_who_leads_and_when_each_was_seen(store: Store) -> None:
-    for name in ("a", "b"):
-        registered(store, row(name, f"p{name}"))
-    fill(store, "a/pa/2", "pb", 5.0)
-    assert [(one.row.name, one.epoch, one.seen_at) for one in seen(store)] == [
-        ("a", 3, None),
-        ("b", None, 5.0),
-    ]
-
-
-def seen(store: Store) -> list[StoredMember]:
-    return store.run_now(lambda connection: stored_members(connection, "c"))
-
-
 def fill(store: Store, holder: str, process: str, seen_at: float) -> None:
     lead = {"cluster": "c", "holder": holder, "epoch": 3, "counter": 0}
     alive = {"id": process, "started_at": 1.0, "seen_at": seen_at, "host": "h", "pid": 1}
@@ -112,49 +97,37 @@ def config(tmp_path: Path) -> str:
         for name in ("a", "b"):
             registered(store, row(name, f"p{name}"))
         fill(store, "a/pa/2", "pb", time.time())
-    settings = (
-        Authority(tmp_path / "certificates")
-        .settings("a")
-        .model_dump(mode="json", exclude_none=True)
-    )
+    settings = Authority(tmp_path / "certificates").settings("a")
+    written = settings.model_dump(mode="json", exclude_none=True)
     path = tmp_path / "gateway.yaml"
-    path.write_text(yaml.safe_dump({"store": {"url": url}, "cluster": settings}))
+    path.write_text(yaml.safe_dump({"store": {"url": url}, "cluster": written}))
     return str(path)
 
 
-def cluster(*arguments: str) -> Ran:
-    return run("cluster", *arguments)
+def test_the_command_lists_members_and_removes_who_is_gone_and_no_other(
+    config: str, tmp_path: Path
+) -> None:
+    def cluster(*arguments: str) -> Ran:
+        return run("cluster", *arguments, "--config", config)
 
-
-def test_the_command_lists_the_members(config: str) -> None:
-    ran = cluster("members", "--config", config, "--json")
+    ran = cluster("members", "--json")
     told = json.loads(ran.out)
     assert (ran.status, told["cluster"]) == (0, "c")
-    assert [(one["name"], one["leads"], one["epoch"]) for one in told["members"]] == [
-        ("a", True, 3),
-        ("b", False, None),
-    ]
+    listed = [(one["name"], one["leads"], one["epoch"]) for one in told["members"]]
+    assert listed == [("a", True, 3), ("b", False, None)]
     assert told["members"][0]["seen_seconds"] is None
     assert told["members"][1]["seen_seconds"] < 60
-    table = cluster("members", "--config", config)
-    assert "10.0.0.1:8090" in table.out
-
-
-def test_the_command_removes_who_is_gone_and_no_other(config: str) -> None:
-    living = cluster("remove", "b", "--config", config)
+    assert "10.0.0.1:8090" in cluster("members").out
+    living = cluster("remove", "b")
     assert living.status == 1
     assert "end its process first" in living.err
-    assert cluster("remove", "b", "--config", config, "--force").status == 0
-    unknown = cluster("remove", "b", "--config", config)
+    assert cluster("remove", "b", "--force").status == 0
+    unknown = cluster("remove", "b")
     assert unknown.status == 1
     assert "has no member b, but a" in unknown.err
-    assert cluster("remove", "a", "--config", config).status == 0
-    assert "no member yet" in cluster("members", "--config", config).err
-
-
-def test_without_a_cluster_in_the_settings_the_command_says_so(tmp_path: Path) -> None:
-    path = tmp_path / "gateway.yaml"
-    path.write_text("queue: {max: 1}")
-    ran = cluster("members", "--config", str(path))
+    assert cluster("remove", "a").status == 0
+    assert "no member yet" in cluster("members").err
+    Path(config).write_text("queue: {max: 1}")
+    ran = cluster("members")
     assert ran.status == 2
     assert "no section `cluster`" in ran.err

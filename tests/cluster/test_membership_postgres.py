@@ -18,8 +18,7 @@ from tests.cluster.memberships import Cluster, One
 from tests.postgres import PostgresServer, needs_postgres
 
 TERM = 4.0
-LIMIT = 90.0
-"""Seconds until what is to come must have come: machines may stand still."""
+LIMIT = 90.0  # seconds until what is to come must have come: machines may stand still
 pytestmark = [needs_postgres, pytest.mark.slow]
 
 
@@ -68,44 +67,31 @@ def knows_all(one: One) -> bool:
     return one.membership.fence.sharers.names == ("a", "b", "c")
 
 
-async def test_while_the_row_is_locked_nobody_leads_and_afterwards_somebody_does(
-    tmp_path: Path, server_url: str
+async def test_in_all_that_happens_to_a_server_somebody_leads_again(
+    tmp_path: Path, server_url: str, server: PostgresServer
 ) -> None:
     async with cluster_of(tmp_path, server_url) as cluster:
+
+        def all_are_alone() -> bool:
+            return {one.role.kind for one in cluster.all} == {"alone"}
+
         with psycopg.connect(server_url) as holder:
             holder.execute(b"SELECT * FROM leadership FOR UPDATE")
             await cluster.until(lambda: not cluster.leaders(), LIMIT)
             # The row can still be read: it says that nobody leads.
-            await cluster.until(lambda: {one.role.kind for one in cluster.all} == {"alone"}, LIMIT)
+            await cluster.until(all_are_alone, LIMIT)
         await cluster.settled(LIMIT)
-
-
-async def test_while_the_server_is_halted_all_are_alone_and_afterwards_somebody_leads(
-    tmp_path: Path, server_url: str, server: PostgresServer
-) -> None:
-    async with cluster_of(tmp_path, server_url) as cluster:
         epoch = cluster.leader().role.epoch
         with server.halted():
-            await cluster.until(lambda: {one.role.kind for one in cluster.all} == {"alone"}, LIMIT)
+            await cluster.until(all_are_alone, LIMIT)
         await cluster.settled(LIMIT)
         assert cluster.leader().role.epoch > epoch
-
-
-async def test_a_server_that_crashes_and_comes_back_loses_nobody(
-    tmp_path: Path, server_url: str, server: PostgresServer
-) -> None:
-    async with cluster_of(tmp_path, server_url) as cluster:
         server.kill()
-        await cluster.until(lambda: {one.role.kind for one in cluster.all} == {"alone"}, LIMIT)
+        await cluster.until(all_are_alone, LIMIT)
         server.start()
         await cluster.settled(LIMIT)
         assert all(one.replaced_by == [] for one in cluster.all)
-
-
-async def test_a_standby_with_an_old_row_is_promoted_and_a_later_epoch_wins(
-    tmp_path: Path, server_url: str, server: PostgresServer
-) -> None:
-    async with cluster_of(tmp_path, server_url) as cluster:
+        # A standby with an old row is promoted: a later epoch wins.
         epoch, database = cluster.leader().role.epoch, server_url.rpartition("/")[2]
         server.execute("UPDATE leadership SET holder = 'of old', epoch = 0, counter = 7", database)
         await cluster.until(lambda: any(one.role.epoch > epoch for one in cluster.leaders()), LIMIT)

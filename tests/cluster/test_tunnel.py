@@ -11,6 +11,7 @@ import ssl
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -32,8 +33,7 @@ from gateway.http.exchange import ConnectionOrigin
 from tests.cluster.certificates import CLUSTER, Authority
 from tests.gateways import until
 
-LIMIT = 20.0
-"""Seconds that a thing may take where its time is not the matter."""
+LIMIT = 20.0  # seconds that a thing may take where its time is not the matter
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +62,17 @@ class Node:
     def address(self) -> Address:
         return Address(*self.listening.getsockname())
 
-    async def pair(self, other: Node, **more: object) -> tuple[socket.socket, socket.socket]:
+    async def pair(self, other: Node, **more: Any) -> tuple[socket.socket, socket.socket]:
         """Return both ends of a tunnel that the other one has opened to this one."""
         name = self.settings.member_name
-        opened = await other.tunnels.open(name, self.address, "link", **more)  # type: ignore[arg-type]
-        _, taken = await self.came.get()
+        origin = ConnectionOrigin(("192.0.2.1", 5), ("192.0.2.9", 443), tls=True)
+        to, process = self.answer.process, other.answer.process
+        opened = await other.tunnels.open(
+            name, self.address, "public", to=to, name="x", origin=origin, **more
+        )
+        greeting, taken = await self.came.get()
+        member = other.settings.member_name
+        assert greeting == Greeting(VERSION, CLUSTER, member, process, to, "public", "x", origin)
         return opened, taken
 
 
@@ -75,12 +81,10 @@ MakeNode = Callable[..., Node]
 
 @contextlib.asynccontextmanager
 async def making(authority: Authority) -> AsyncIterator[MakeNode]:
-    """Make nodes inside this context, and end them."""
     made: list[Node] = []
 
     def one(member: str, tls: ClusterTls | None = None, **more: object) -> Node:
-        given = {"tls": tls or authority.files(member), **more}
-        settings = authority.settings(member, **given)
+        settings = authority.settings(member, **{"tls": tls or authority.files(member), **more})
         try:
             certificate = member_certificate(settings.tls, member)
         except CertificateError:  # One that no honest member would use.
@@ -125,97 +129,56 @@ async def send(sock: socket.socket, data: bytes) -> None:
         await asyncio.get_running_loop().sock_sendall(sock, data)
 
 
-async def what_one_side_writes_the_other_reads_until_each_direction_has_ended(
-    make: MakeNode,
+def test_what_one_side_writes_the_other_reads_until_each_direction_has_ended(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    a, b = make("gw-a"), make("gw-b")
-    opened, taken = await a.pair(b)
-    await send(opened, b"request")
-    assert await received(taken, 7) == b"request"
-    opened.shutdown(socket.SHUT_WR)
-    assert await received(taken, 1) == b""
-    await send(taken, b"answer")
-    assert await received(opened, 6) == b"answer"
-    taken.close()
-    assert await received(opened, 1) == b""
-    opened.close()
-    await until(lambda: not a.tunnels._open and not b.tunnels._open)
-
-
-async def test_the_greeting_says_what_a_tunnel_is_for(a: Node, b: Node) -> None:
-    origin = ConnectionOrigin(("192.0.2.1", 5), ("192.0.2.9", 443), tls=True)
-    opened = await b.tunnels.open(
-        "gw-a", a.address, "public", to=a.answer.process, name="x", origin=origin
-    )
-    greeting, taken = await a.came.get()
-    process = b.answer.process
-    assert greeting == Greeting(
-        VERSION, CLUSTER, "gw-b", process, a.answer.process, "public", "x", origin
-    )
-    opened.close()
-    taken.close()
-
-
-async def test_a_given_socket_is_joined_in_place_of_a_new_pair(a: Node, b: Node) -> None:
-    own, other = socket.socketpair()
-    own.setblocking(False)
-    opened, taken = await a.pair(b, sock=other)
-    assert opened is other
-    await send(own, b"x")
-    assert await received(taken, 1) == b"x"
-    own.close()
-    taken.close()
-
-
-async def who_sends_faster_than_the_other_reads_waits_in_bounded_memory(make: MakeNode) -> None:
-    a, b = make("gw-a"), make("gw-b")
-    opened, taken = await a.pair(b)
-    loop, sent = asyncio.get_running_loop(), 0
-    block = bytes(range(256)) * 256
-    with contextlib.suppress(TimeoutError):
-        while sent < 256 << 20:
-            async with asyncio.timeout(1):
-                await loop.sock_sendall(opened, block)
-            sent += len(block)
-    assert sent < 32 << 20
-    # What waits comes, all of it, once it is read.
-    opened.shutdown(socket.SHUT_WR)
-    found = await received(taken, 1 << 40)
-    assert found[:sent] == block * (sent // len(block))
-    assert block.startswith(found[sent:])
-    opened.close()
-    taken.close()
-
-
-async def test_a_side_that_reads_nothing_for_long_loses_its_tunnel(
-    a: Node, b: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tunnel, "STALL_SECONDS", 0.2)
-    opened, taken = await a.pair(b)
-    with pytest.raises(OSError):
-        await send(opened, bytes(256 << 20))
-    await until(lambda: not a.tunnels._open)
-    taken.close()
-    opened.close()
-
-
-async def test_a_member_that_dies_ends_its_tunnels(a: Node, b: Node) -> None:
-    opened, taken = await a.pair(b)
-    await b.tunnels.aclose()
-    assert await received(taken, 1) == b""
-    assert await received(opened, 1) == b""
-    opened.close()
-    taken.close()
-
-
-def test_both_hold_on_the_gateways_own_event_loop(authority: Authority) -> None:
     async def run() -> None:
         async with making(authority) as make:
-            await what_one_side_writes_the_other_reads_until_each_direction_has_ended(make)
-        async with making(authority) as make:
-            await who_sends_faster_than_the_other_reads_waits_in_bounded_memory(make)
+            a, b = make("gw-a"), make("gw-b")
+            opened, taken = await a.pair(b)
+            await send(opened, b"request")
+            assert await received(taken, 7) == b"request"
+            opened.shutdown(socket.SHUT_WR)
+            assert await received(taken, 1) == b""
+            await send(taken, b"answer")
+            assert await received(opened, 6) == b"answer"
+            taken.close()
+            assert await received(opened, 1) == b""
+            await until(lambda: not a.tunnels._open and not b.tunnels._open)
+            # A given socket is joined in place of a new pair.
+            own, other = socket.socketpair()
+            own.setblocking(False)
+            joined, taken = await a.pair(b, sock=other)
+            assert joined is other
+            await send(own, b"x")
+            assert await received(taken, 1) == b"x"
+            # Who sends faster than the other one reads waits in bounded memory.
+            loop, sent, block = asyncio.get_running_loop(), 0, bytes(range(256)) * 256
+            with contextlib.suppress(TimeoutError):
+                while sent < 256 << 20:
+                    async with asyncio.timeout(1):
+                        await loop.sock_sendall(own, block)
+                    sent += len(block)
+            assert sent < 32 << 20
+            own.shutdown(socket.SHUT_WR)
+            found = await received(taken, 1 << 40)
+            assert found[:sent] == block * (sent // len(block))
+            assert block.startswith(found[sent:])
+            for one in (opened, own, taken):
+                one.close()
+            # Who reads nothing for long loses the tunnel, and so does who dies.
+            monkeypatch.setattr(tunnel, "STALL_SECONDS", 0.2)
+            opened, taken = await a.pair(b)
+            with pytest.raises(OSError):
+                await send(opened, bytes(256 << 20))
+            await until(lambda: not a.tunnels._open)
+            ends = await a.pair(b)
+            await b.tunnels.aclose()
+            assert [await received(one, 1) for one in ends] == [b"", b""]
+            for one in (opened, taken, *ends):
+                one.close()
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # the gateway's own
         runner.run(run())
 
 
@@ -224,15 +187,6 @@ async def refused(attempt: Awaitable[socket.socket]) -> TunnelError:
         async with asyncio.timeout(LIMIT):
             await attempt
     return raised.value
-
-
-async def test_a_refusal_comes_with_its_reason_and_is_counted(a: Node, b: Node) -> None:
-    a.answer = Welcome("pa", "not_leader", "gw-c")
-    error = await refused(b.tunnels.open("gw-a", a.address, "control"))
-    assert error.welcome == a.answer
-    assert str(error) == f"gw-a at {a.address} refuses: not_leader"
-    assert a.tunnels.refused == {"not_leader": 1}
-    assert a.came.empty()
 
 
 @pytest.mark.parametrize(
@@ -251,9 +205,17 @@ async def test_who_is_no_such_member_is_refused(
     assert a.came.empty()
 
 
-async def test_another_process_than_the_one_that_was_meant_refuses(a: Node, b: Node) -> None:
+async def test_a_refusal_comes_with_its_reason_and_is_counted(a: Node, b: Node) -> None:
     await refused(b.tunnels.open("gw-a", a.address, "control", to="one that has ended"))
     assert a.tunnels.refused == {"other_process": 1}
+    a.answer = Welcome("pa", "not_leader", "gw-c")
+    error = await refused(b.tunnels.open("gw-a", a.address, "control"))
+    assert error.welcome == a.answer
+    assert str(error) == f"gw-a at {a.address} refuses: not_leader"
+    assert a.tunnels.refused["not_leader"] == 1
+    # A server that is another member is not greeted.
+    assert "gw-c" in str(await refused(b.tunnels.open("gw-c", a.address, "control")))
+    assert a.came.empty()
 
 
 async def test_certificates_of_another_authority_are_refused_by_both_sides(
@@ -264,12 +226,6 @@ async def test_certificates_of_another_authority_are_refused_by_both_sides(
     assert "certificate" in str(error)
     await refused(a.tunnels.open("gw-b", b.address, "control"))
     await until(lambda: bool(a.tunnels.refused["handshake"] and b.tunnels.refused["handshake"]))
-
-
-async def test_a_server_that_is_another_member_is_not_greeted(a: Node, b: Node) -> None:
-    error = await refused(b.tunnels.open("gw-c", a.address, "control"))
-    assert "gw-c" in str(error)
-    assert a.came.empty()
 
 
 async def test_nobody_answers(make: MakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,49 +239,50 @@ async def test_nobody_answers(make: MakeNode, monkeypatch: pytest.MonkeyPatch) -
     assert str(error).startswith(f"gw-a at {address}")
 
 
+LENGTH = struct.Struct(">I")
 GREETING, LATER_GREETING = (
-    msgspec.msgpack.encode(Greeting(version, CLUSTER, "gw-b", "p", "", "control"))
-    for version in (VERSION, VERSION + 1)
+    LENGTH.pack(len(data)) + data
+    for data in (
+        msgspec.msgpack.encode(Greeting(version, CLUSTER, "gw-b", "p", "", "control"))
+        for version in (VERSION, VERSION + 1)
+    )
 )
 
 
 @pytest.mark.parametrize(
     ("first", "reason"),
     [
-        (b"GET / HTTP/1.1\r\n\r\n" * 100, "greeting"),
-        (struct.pack(">I", MOST_GREETING_BYTES + 1), "greeting"),
-        (struct.pack(">I", 3) + b"abc", "greeting"),
-        (struct.pack(">I", len(GREETING)) + GREETING[:-1], "greeting"),  # and then nothing
-        (struct.pack(">I", len(LATER_GREETING)) + LATER_GREETING, "version"),
+        pytest.param(b"GET / HTTP/1.1\r\n\r\n" * 100, "greeting", id="HTTP"),
+        pytest.param(LENGTH.pack(MOST_GREETING_BYTES + 1), "greeting", id="too long"),
+        pytest.param(LENGTH.pack(3) + b"abc", "greeting", id="no message"),
+        pytest.param(GREETING[:-1], "greeting", id="incomplete, and then nothing"),
+        pytest.param(LATER_GREETING, "version", id="of a later version"),
     ],
-    ids=["HTTP", "too long", "no message", "incomplete", "later version"],
 )
 async def test_what_is_no_greeting_is_refused_in_time(
     a: Node, b: Node, monkeypatch: pytest.MonkeyPatch, first: bytes, reason: str
 ) -> None:
     monkeypatch.setattr(tunnel, "OPEN_SECONDS", 2.0)
-    context = b.tunnels._certificate.loaded.client_context
-    reader, writer = await asyncio.open_connection(*a.address, ssl=context, server_hostname="gw-a")
-    writer.write(first)
-    async with asyncio.timeout(LIMIT):
-        with contextlib.suppress(ConnectionError, ssl.SSLError):
-            await reader.read()
-    writer.close()
+    await spoken_to(a, b, first)
     await until(lambda: a.tunnels.refused == {reason: 1})
     assert a.came.empty()
 
 
-async def test_a_chunk_of_a_wrong_length_ends_the_tunnel(a: Node, b: Node) -> None:
+async def spoken_to(a: Node, b: Node, data: bytes) -> None:
+    """Say this to a member as another one, until the connection ends."""
     context = b.tunnels._certificate.loaded.client_context
     reader, writer = await asyncio.open_connection(*a.address, ssl=context, server_hostname="gw-a")
-    writer.write(struct.pack(">I", len(GREETING)) + GREETING)
-    _, taken = await a.came.get()
-    writer.write(struct.pack(">I", 3) + b"abc" + b"\xff" * 64)
-    assert await received(taken, 100) == b"abc"
+    writer.write(data)
     async with asyncio.timeout(LIMIT):
         with contextlib.suppress(ConnectionError, ssl.SSLError):
             await reader.read()
     writer.close()
+
+
+async def test_a_chunk_of_a_wrong_length_ends_the_tunnel(a: Node, b: Node) -> None:
+    await spoken_to(a, b, GREETING + LENGTH.pack(3) + b"abc" + b"\xff" * 64)
+    _, taken = await a.came.get()
+    assert await received(taken, 100) == b"abc"
     taken.close()
 
 
@@ -339,17 +296,6 @@ async def test_handshakes_that_do_not_end_are_bounded_and_given_up(
     await until(lambda: a.tunnels.refused["handshake"] == 2)
     opened, taken = await a.pair(b)
     for one in (*slow, opened, taken):
-        one.close()
-
-
-async def test_all_edges_of_a_member_are_linked_at_once(
-    a: Node, b: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tunnel, "OPEN_SECONDS", 3 * LIMIT)
-    opening = (b.tunnels.open("gw-a", a.address, "link", name=f"{i}") for i in range(64))
-    opened = await asyncio.gather(*opening)
-    assert a.tunnels.refused == {}
-    for one in opened:
         one.close()
 
 
@@ -378,21 +324,6 @@ async def test_tunnels_of_one_member_are_bounded(
     error = await refused(b.tunnels.open("gw-a", a.address, "link"))
     assert error.welcome is not None
     assert error.welcome.refused == "too_many"
-    for one in ends:
-        one.close()
-
-
-async def test_a_renewed_certificate_counts_with_the_next_connection(
-    make: MakeNode, authority: Authority, tmp_path: Path
-) -> None:
-    other = Authority(tmp_path)
-    a, b = make("gw-a"), make("gw-b", tls=other.files("gw-b"))
-    await refused(b.tunnels.open("gw-a", a.address, "link"))
-    made = authority.files("gw-b")
-    for key in ("cert", "key", "ca"):
-        getattr(b.settings.tls, key).write_bytes(getattr(made, key).read_bytes())
-    await b.tunnels._certificate.renew()
-    ends = await a.pair(b)
     for one in ends:
         one.close()
 

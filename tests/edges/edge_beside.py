@@ -22,7 +22,6 @@ from tests.gateways import NO_TLS, Running, until
 
 
 def a_brain(gateway: Gateway, *, clustered: bool = False) -> Brain:
-    """What serves the edges of a gateway."""
     return Brain(
         gateway.scheduler,
         gateway.proxy_context,
@@ -38,14 +37,11 @@ def a_brain(gateway: Gateway, *, clustered: bool = False) -> Brain:
 
 @dataclass(slots=True)
 class Edge:
-    """An edge that serves clients."""
-
     services: EdgeServices
     session: EdgeSession
     handler: RequestHandler
     client: httpx.AsyncClient
-    lost: list[str] = field(default_factory=list)
-    """Why its link was lost, as it was told."""
+    lost: list[str] = field(default_factory=list)  # why its link was lost, as it was told
     broken: list[tuple[str, ...]] = field(default_factory=list)
     """What broke off then, as the brain has told."""
 

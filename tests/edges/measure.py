@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,30 +33,10 @@ from tests.edges.played import CALLER, a_bare_brain, a_played_node
 from tests.lease_requests import a_lease_request
 from tests.schedule.build import a_scheduler
 
-HOLD_SECONDS = 0.5
-"""Seconds for which each lease is held."""
-SLOTS = 100
-"""Of each node: so many that no request waits."""
-WARMING = 100
-"""Requests before the first that counts."""
-ECHO_BYTES = 700
-"""About those of a question."""
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    rate: float
-    seconds: float
-    nodes: int
-    tls: bool = False
-
-
-class Echo(asyncio.Protocol):
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self.transport.write(data)  # type: ignore[attr-defined]
+HOLD_SECONDS = 0.5  # seconds for which each lease is held
+SLOTS = 100  # of each node: so many that no request waits
+WARMING = 100  # requests before the first that counts
+ECHO_BYTES = 700  # about those of a question
 
 
 def a_member(
@@ -94,59 +73,49 @@ async def tunnelled(authority: Authority, listening: socket.socket) -> socket.so
     return await found
 
 
+async def echoes(echo: socket.socket) -> None:
+    reader, writer = await asyncio.open_unix_connection(sock=echo)
+    while data := await reader.read(1 << 16):
+        writer.write(data)
+
+
 async def be_brain(
-    load: Load, linked: Callable[[], Awaitable[socket.socket]], echo: socket.socket
+    count: int, linked: Callable[[], Awaitable[socket.socket]], echo: socket.socket
 ) -> int:
-    nodes = [a_played_node(f"n{number}", SLOTS) for number in range(load.nodes)]
+    nodes = [a_played_node(f"n{number}", SLOTS) for number in range(count)]
     scheduler = a_scheduler(*nodes, clock=time.monotonic)
     bus = EventBus(call_later, FEW_DEFERRED)
     brain = a_bare_brain(scheduler, Settings(), bus, clock=time.monotonic)
     used_by: list[float] = []
-
-    def recorded(_: RequestRecord) -> None:
-        used_by.append(time.process_time())
-
-    bus.subscribe(RequestRecord, recorded)
+    bus.subscribe(RequestRecord, lambda _: used_by.append(time.process_time()))
     ended = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    await loop.create_unix_connection(Echo, sock=echo)
+    echoing = asyncio.create_task(echoes(echo))
     await brain.connect(await linked(), "edge", ended.set)
     await ended.wait()
+    echoing.cancel()
     used = (used_by[-1] - used_by[WARMING - 1]) / (len(used_by) - WARMING)
     print(f"brain: {1e6 * used:.0f} us of CPU for each decision, with an echo")
     assert not scheduler.records
     return 0
 
 
-class Echoed(asyncio.Protocol):
-    def __init__(self) -> None:
-        self.times: list[float] = []
-        self._asked: list[float] = []
-        self._left = 0
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = transport
-
-    def ask(self) -> None:
-        self._asked.append(time.perf_counter())
-        self.transport.write(b"x" * ECHO_BYTES)  # type: ignore[attr-defined]
-
-    def data_received(self, data: bytes) -> None:
-        self._left += len(data)
-        while self._left >= ECHO_BYTES:
-            self._left -= ECHO_BYTES
-            self.times.append(time.perf_counter() - self._asked.pop(0))
+async def steadily(rate: float, count: int, act: Callable[[int], object]) -> None:
+    loop = asyncio.get_running_loop()
+    begin = loop.time()
+    for number in range(count):
+        await asyncio.sleep(max(0.0, begin + number / rate - loop.time()))
+        act(number)
 
 
-async def be_edge(load: Load, link: Callable[[], int], echo: socket.socket) -> int:
+async def be_edge(rate: float, count: int, link: Callable[[], int], echo: socket.socket) -> int:
     services = EdgeServices("edge")
     services.relink(socket.socket(fileno=link()), loopback=True)
     await services.wait_ready(30.0)
-    loop = asyncio.get_running_loop()
-    _, echoed = await loop.create_unix_connection(Echoed, sock=echo)
+    reader, writer = await asyncio.open_unix_connection(sock=echo)
     times: list[float] = []
+    echoed: list[float] = []
     rng = random.Random(1)
-    tasks: set[asyncio.Task[None]] = set()
+    tasks: list[asyncio.Task[None]] = []
 
     async def request(number: int) -> None:
         id_ = f"req_{number}"
@@ -173,30 +142,27 @@ async def be_edge(load: Load, link: Callable[[], int], echo: socket.socket) -> i
         services.bus.defer(settle)
         services.meter.ended(reservation, record.finish(began, time.perf_counter()))
 
-    async def steadily() -> None:
-        begin = loop.time()
-        for number in range(round(load.rate * load.seconds)):
-            await asyncio.sleep(max(0.0, begin + number / load.rate - loop.time()))
-            task = loop.create_task(request(number))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
+    async def echo_once() -> None:
+        began = time.perf_counter()
+        writer.write(b"x" * ECHO_BYTES)
+        await reader.readexactly(ECHO_BYTES)
+        echoed.append(time.perf_counter() - began)
 
-    async def echo_steadily() -> None:
-        begin = loop.time() + 0.5 / load.rate
-        for number in range(round(load.rate * load.seconds)):
-            await asyncio.sleep(max(0.0, begin + number / load.rate - loop.time()))
-            echoed.ask()
+    async def echo_steadily(count: int) -> None:
+        for _ in range(count):
+            await asyncio.gather(echo_once(), asyncio.sleep(1 / rate))
 
     # The first ones have modules imported, and tables made.
     await asyncio.gather(*(request(-number) for number in range(1, WARMING + 1)))
     times.clear()
     before = time.process_time()
-    await asyncio.gather(steadily(), echo_steadily())
+    begin = steadily(rate, count, lambda number: tasks.append(asyncio.create_task(request(number))))
+    await asyncio.gather(begin, echo_steadily(count))
     await asyncio.gather(*tasks)
     await asyncio.sleep(0.2)
     used = time.process_time() - before
     await services.aclose()
-    for name, found in (("decision", times), ("echo", echoed.times)):
+    for name, found in (("decision", times), ("echo", echoed)):
         found.sort()
         p50, p99 = found[len(found) // 2], found[len(found) * 99 // 100]
         line = f"{name}: p50 {1e3 * p50:.2f} ms, p99 {1e3 * p99:.2f} ms ({len(found)})"
@@ -211,7 +177,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--nodes", type=int, default=100)
     parser.add_argument("--tls", action="store_true")
-    load = Load(**vars(parser.parse_args()))
+    asked = parser.parse_args()
     (link, edge_link), (echo, edge_echo) = socket.socketpair(), socket.socketpair()
     listening = socket.create_server(("127.0.0.1", 0))
     children = []
@@ -224,23 +190,21 @@ def main() -> None:
             os._exit(0)
         children.append(pid)
 
-    folder = tempfile.TemporaryDirectory()
-    authority = Authority(Path(folder.name))
-    if load.tls:
-        port = listening.getsockname()[1]
-        handing, handed = socket.socketpair()
-        start(lambda: be_member(authority, port, handing))
-        start(lambda: be_edge(load, lambda: socket.recv_fds(handed, 1, 1)[1][0], edge_echo))
-    else:
-        start(lambda: be_edge(load, edge_link.detach, edge_echo))
-    edge_link.close()
-    edge_echo.close()
+    with tempfile.TemporaryDirectory() as folder:
+        authority, take = Authority(Path(folder)), edge_link.detach
+        if asked.tls:
+            port = listening.getsockname()[1]
+            handing, handed = socket.socketpair()
+            start(lambda: be_member(authority, port, handing))
+            take = lambda: socket.recv_fds(handed, 1, 1)[1][0]  # noqa: E731
+        start(lambda: be_edge(asked.rate, round(asked.rate * asked.seconds), take, edge_echo))
+        edge_link.close()
+        edge_echo.close()
 
-    async def linked() -> socket.socket:
-        return await tunnelled(authority, listening) if load.tls else link
+        async def linked() -> socket.socket:
+            return await tunnelled(authority, listening) if asked.tls else link
 
-    with folder:
-        run_event_loop(be_brain(load, linked, echo))
+        run_event_loop(be_brain(asked.nodes, linked, echo))
         sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children))
 
 

@@ -28,7 +28,6 @@ SETTLE_SECONDS = 1.0
 
 
 async def one_stream(url: str, tokens: int, begun: asyncio.Semaphore) -> int:
-    """The bytes of one stream of so many tokens."""
     async with begun, raw_connection(url) as wire:
         await wire.send(post("/v1/chat/completions", chat(max_tokens=tokens, ignore_eos=True)))
         await wire.head()

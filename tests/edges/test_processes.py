@@ -18,12 +18,12 @@ import httpx
 import pytest
 import trustme
 
-from gateway.callers.keys import new_key
 from tests.emulator import EmulatedNode
 from tests.gateway_processes import LIMIT, Succession, serving
 from tests.gateways import until
 from tests.polling import eventually
 from tests.processes import gone
+from tests.servers import start_demo_servers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -53,7 +53,6 @@ async def until_ready(admin: httpx.AsyncClient, without: Iterable[int] = ()) -> 
 
 
 def relayed_by(answer: httpx.Response) -> str:
-    """The process that has made the request's id."""
     return answer.headers["x-request-id"][: len("req_") + 16]
 
 
@@ -130,76 +129,32 @@ async def test_streams_are_spread_and_recorded_and_everything_else_works(tmp_pat
     assert not line.logged("an edge has ended")
 
 
-async def test_an_edge_that_dies_breaks_off_its_own_streams_alone(tmp_path: Path) -> None:
-    async with (
-        EmulatedNode(slots=8, answer_tokens=40) as node,
-        gateway(tmp_path, node) as (line, client, admin),
-        contextlib.AsyncExitStack() as stack,
-    ):
-        pids = await until_ready(admin)
-        node.faults.next("hang", n=4, after_events=5)
-        streams = [
-            await stack.enter_async_context(client.stream("POST", CHAT, json=STREAM))
-            for _ in range(4)
-        ]
-        parts = [one.aiter_bytes() for one in streams]
-        for one in parts:
-            await anext(one)
-        found = {one["pid"]: one["streams"] for one in await edges_of(admin)}
-        while set(found.values()) != {2}:
-            found = {one["pid"]: one["streams"] for one in await edges_of(admin)}
-        os.kill(pids[0], signal.SIGKILL)
-        lost = await line.until("edge died")
-        assert lost["requests"] == 2
-        # The others go on, and so do new requests, before the edge is there again.
-        assert (await client.post(CHAT, json=HELLO)).status_code == 200
-        node.faults.release()
-        ends = await asyncio.gather(*map(rest, parts), return_exceptions=True)
-        whole = [one for one in ends if isinstance(one, bytes)]
-        broken = [one for one in ends if isinstance(one, httpx.HTTPError)]
-        assert (len(whole), len(broken)) == (2, 2)
-        assert all(one.endswith(b"data: [DONE]\n\n") for one in whole)
-        assert set(await until_ready(admin, without=pids[:1])) > set(pids[1:])
-        died = [one for one in line.logged("request") if one.get("reason") == "edge_died"]
-        assert {one["id"] for one in died} == set(lost["ids"].split(", "))
-
-        async def all_free() -> bool | None:
-            busy = (await admin.get("/admin/nodes/one")).json()["slots_busy"]
-            return True if busy == 0 else None
-
-        await eventually(all_free)
-        await until(lambda: any("edge" in one["id"] for one in line.logged("problem")), LIMIT)
-        assert "llama_gateway_edges_died_total 1" in (await admin.get("/metrics")).text
-
-
 async def rest(parts: AsyncIterator[bytes]) -> bytes:
     return b"".join([part async for part in parts])
 
 
-async def test_edges_end_with_their_brain(tmp_path: Path) -> None:
-    async with (
-        EmulatedNode() as node,
-        gateway(tmp_path, node) as (line, _, admin),
-    ):
-        pids = await until_ready(admin)
-        await line.kill()
-        await until(lambda: all(map(gone, pids)), LIMIT)
-
-
-async def test_a_stop_waits_for_running_streams(tmp_path: Path) -> None:
+@pytest.mark.parametrize("killed", [False, True])
+async def test_a_stop_waits_for_streams_and_edges_end_with_their_brain(
+    tmp_path: Path, killed: bool
+) -> None:
     async with (
         EmulatedNode(answer_tokens=40) as node,
-        gateway(tmp_path, node) as (line, client, _),
+        gateway(tmp_path, node) as (line, client, admin),
     ):
-        node.faults.next("hang", after_events=5)
-        async with client.stream("POST", CHAT, json=STREAM) as answer:
-            parts = answer.aiter_bytes()
-            await anext(parts)
-            line.first.send_signal(signal.SIGTERM)
-            await line.until("shutting down")
-            node.faults.release()
-            assert (await rest(parts)).endswith(b"data: [DONE]\n\n")
-        assert await line.status() == 0
+        pids = await until_ready(admin)
+        if killed:
+            await line.kill()
+        else:
+            node.faults.next("hang", after_events=5)
+            async with client.stream("POST", CHAT, json=STREAM) as answer:
+                parts = answer.aiter_bytes()
+                await anext(parts)
+                line.first.send_signal(signal.SIGTERM)
+                await line.until("shutting down")
+                node.faults.release()
+                assert (await rest(parts)).endswith(b"data: [DONE]\n\n")
+            assert await line.status() == 0
+        await until(lambda: all(map(gone, pids)), LIMIT)
 
 
 async def test_a_renewed_certificate_reaches_the_edges(tmp_path: Path) -> None:
@@ -238,26 +193,67 @@ async def test_a_renewed_certificate_reaches_the_edges(tmp_path: Path) -> None:
         await eventually(both_show_the_new_one)
 
 
-async def test_groups_of_the_store_hold_at_every_edge(tmp_path: Path) -> None:
-    key = new_key("team")
-    settings: dict[str, Any] = {
-        **EDGES,
-        "admin": {"port": 0},
-        "keys": [{"id": key.id, "sha256": key.sha256, "group": "night"}],
-    }
-    async with EmulatedNode() as node, serving(tmp_path, node, settings=settings) as line:
-        async with http(line.admin_url) as admin:
-            await until_ready(admin)
-            limits = {"completion_tokens": 2, "models": ["other"]}
-            put = await admin.put("/admin/groups/night", json={"limits": limits})
-            assert put.status_code == 200, put.text
+LONG = {"max_tokens": 2000}
+BODY = {
+    "messages": [{"role": "user", "content": "Once upon a time"}],
+    "stream": True,
+    "max_tokens": 30,
+    "ignore_eos": True,
+}
 
-        async def refused() -> bool | None:
-            answers, asked = [], {**HELLO, "model": "demo"}
-            for _ in range(2):  # each connection goes to the next edge
-                async with http(line.url, headers={"authorization": f"Bearer {key.text}"}) as one:
-                    answers.append(await one.post(CHAT, json=asked))
-            told = {(one.status_code, one.headers.get("x-gateway-reason")) for one in answers}
-            return True if told == {(403, "model_not_allowed")} else None
 
-        await eventually(refused)
+@pytest.mark.real
+async def test_streams_through_edges_over_real_servers_and_one_that_dies(
+    tmp_path: Path,
+) -> None:
+    async with start_demo_servers(2) as urls:
+        nodes = [{"name": f"n{number}", "url": url} for number, url in enumerate(urls)]
+        async with (
+            serving(tmp_path, nodes, settings=EDGES) as line,
+            http(line.url) as client,
+            http(line.admin_url) as admin,
+            contextlib.AsyncExitStack() as stack,
+        ):
+            pids = await until_ready(admin)
+
+            async def ask() -> str:
+                answer = await client.post(CHAT, json=BODY)
+                assert answer.status_code == 200, answer.text
+                assert answer.text.endswith("data: [DONE]\n\n")
+                return relayed_by(answer)
+
+            # More than the four slots: some wait, in the gateway.
+            by = await asyncio.gather(*(ask() for _ in range(16)))
+            assert len(set(by)) == 2
+            for url in urls:
+                async with http(url) as node:
+                    metrics = (await node.get("/metrics")).text
+                assert re.search(r"^llamacpp:requests_deferred 0$", metrics, re.MULTILINE)
+
+            async def each_has(count: int) -> bool | None:
+                streaming = [one["streams"] for one in await edges_of(admin)]
+                return True if streaming == [count, count] else None
+
+            # Over connections of their own, which are shared out by what runs.
+            await eventually(lambda: each_has(0))
+            fresh, endless = await stack.enter_async_context(http(line.url)), BODY | LONG
+            streams = [asyncio.create_task(fresh.post(CHAT, json=endless)) for _ in range(4)]
+            await eventually(lambda: each_has(2))
+            os.kill(pids[0], signal.SIGKILL)
+            lost = await line.until("edge died")
+            assert lost["requests"] == 2
+            ends = await asyncio.gather(*streams, return_exceptions=True)
+            assert sum(isinstance(one, httpx.HTTPError) for one in ends) == 2
+            # Its slots are free again, and used by the others.
+            await asyncio.wait_for(asyncio.gather(*(ask() for _ in range(8))), LIMIT)
+
+            async def none_busy() -> bool | None:
+                found = (await admin.get("/admin/nodes")).json()["nodes"]
+                return True if not any(one["slots_busy"] for one in found) else None
+
+            await eventually(none_busy)
+            assert set(await until_ready(admin, without=pids[:1])) > set(pids[1:])
+            died = [one for one in line.logged("request") if one.get("reason") == "edge_died"]
+            assert {one["id"] for one in died} == set(lost["ids"].split(", "))
+            await until(lambda: any("edge" in one["id"] for one in line.logged("problem")), LIMIT)
+            assert "llama_gateway_edges_died_total 1" in (await admin.get("/metrics")).text

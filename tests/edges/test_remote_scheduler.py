@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from gateway import errors
 from gateway.edges import messages
 from gateway.edges.carried import EdgeRequests
-from gateway.edges.edge import EXCUSE_SECONDS, GRANT_SECONDS, Nodes, RemoteScheduler
+from gateway.edges.edge import EXCUSE_SECONDS, Nodes, RemoteScheduler
 from gateway.errors import GatewayError
 from gateway.events import EventBus
 from gateway.lease import (
@@ -19,7 +19,6 @@ from gateway.lease import (
     AttemptReport,
     ExpectedReading,
     GrantedLease,
-    QueuePosition,
     Tried,
 )
 from gateway.transport.connection import TurnLimit
@@ -86,108 +85,45 @@ class World:
         return lease
 
 
-async def test_a_lease_is_what_the_brain_has_granted_over_the_edges_own_connections() -> None:
-    world = World()
-    lease = await world.lease()
-    assert world.link.last(messages.AskLease).age == 1.5
-    assert (lease.id, lease.model, lease.served_name, lease.slots) == (1, "demo", "demo.gguf", 1)
-    assert lease.node is world.nodes.by_name["a"]
-    assert lease.node.connections is not None
-    assert lease.reading.grace == 2.0
-
-
-async def test_a_refusal_is_the_brains_error() -> None:
+@pytest.mark.parametrize("granted", [True, False])
+async def test_a_lease_that_comes_as_or_after_the_client_leaves_is_given_back_once(
+    granted: bool,
+) -> None:
     world = World()
     task = await world.ask()
-    error = errors.queue_full("Full. Try again later.", 7.0)
-    ask = world.link.last(messages.AskLease).ask
-    world.scheduler.refused(messages.Refused(ask, messages.WireError.of(error), None))
-    with pytest.raises(GatewayError) as raised:
-        await task
-    found = raised.value
-    assert vars(found) == vars(error)
-    assert found.args == error.args
-
-
-async def test_a_lease_for_which_nobody_waits_any_more_is_given_back() -> None:
-    world = World()
-    task = await world.ask()
+    if granted:
+        world.grant()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    assert isinstance(world.link.all[-1], messages.Withdraw)
-    world.grant()
+    if not granted:
+        world.grant()
+    kinds = [type(one).__name__ for one in world.link.all]
+    assert kinds == ["AskLease", *([] if granted else ["Withdraw"]), "GiveBack"]
     given_back = world.link.last(messages.GiveBack)
     assert (given_back.lease_id, given_back.late) == (1, False)
 
 
-async def test_a_lease_that_comes_as_the_client_leaves_is_given_back_once() -> None:
+async def test_a_request_that_is_ended_or_shed_while_it_waits_withdraws_its_question() -> None:
     world = World()
     task = await world.ask()
-    world.grant()
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    kinds = [type(one).__name__ for one in world.link.all]
-    assert kinds == ["AskLease", "GiveBack"]
-
-
-async def test_a_lease_that_is_too_old_is_given_back_and_asked_for_anew() -> None:
-    world = World()
-    task = await world.ask()
-    first = world.link.last(messages.AskLease)
-    world.clock.passes(30.0)
-    world.link.age = GRANT_SECONDS + 0.1
-    world.grant()
-    assert [type(one) for one in world.link.all[1:]] == [messages.GiveBack, messages.AskLease]
-    assert world.link.last(messages.GiveBack).late
-    again = world.link.last(messages.AskLease)
-    assert (again.request, again.opening) == (first.request, None)
-    assert again.age == 31.5
-    world.link.age = 0.1
-    world.grant()
-    assert (await task).id == 2
-
-
-async def test_a_request_that_is_ended_while_it_waits_withdraws_its_question() -> None:
-    world = World()
-    task = await world.ask()
-    assert not world.scheduler.refuse("another", errors.superseded())
-    assert world.scheduler.refuse("req_1", errors.superseded())
+    error = errors.superseded()
+    assert not world.scheduler.refuse("another", error)
+    assert world.scheduler.refuse("req_1", error)
     with pytest.raises(GatewayError):
         await task
     assert isinstance(world.link.all[-1], messages.Withdraw)
-    assert not world.scheduler.refuse("req_1", errors.superseded())
-
-
-async def test_only_what_has_not_been_at_a_node_is_shed() -> None:
-    world = World()
-    error = errors.superseded()
-    retried = await world.ask("retried", Tried(failed_nodes=frozenset({"a"})))
-    part = await world.ask("part.1", admitted=True)
-    fresh = await world.ask("fresh")
-    shed = world.scheduler.shed
-    assert [shed(id_, error) for id_ in ("retried", "part.1", "fresh", "gone")] == [
-        False, False, True, False
-    ]  # fmt: skip
-    for task in (retried, part, fresh):
-        task.cancel()
-    await asyncio.gather(retried, part, fresh, return_exceptions=True)
-
-
-async def test_a_place_in_the_queue_is_asked_for_one_at_a_time() -> None:
-    world = World()
-    task = await world.ask()
-    scheduler = world.scheduler
-    assert scheduler.queue_position("another") is None
-    assert scheduler.queue_position("req_1") is None
-    assert scheduler.queue_position("req_1") is None
-    asked = [one for one in world.link.all if isinstance(one, messages.AskPosition)]
-    assert len(asked) == 1
-    place = QueuePosition("req_1", 3, 1.0)
-    scheduler.take_position(messages.Position(asked[0].request_id, place))
-    assert scheduler.queue_position("req_1") == place
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    assert scheduler.queue_position("req_1") is None
+    assert not world.scheduler.refuse("req_1", error)
+    # Only what has not been at a node is shed.
+    tasks = [
+        await world.ask("retried", Tried(failed_nodes=frozenset({"a"}))),
+        await world.ask("part.1", admitted=True),
+        await world.ask("fresh"),
+    ]
+    shed = [world.scheduler.shed(id_, error) for id_ in ("retried", "part.1", "fresh", "gone")]
+    assert shed == [False, False, True, False]
+    for each in tasks:
+        each.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def test_whether_silence_is_excused_is_asked_and_holds_for_a_while() -> None:
@@ -218,35 +154,6 @@ async def test_a_full_pool_is_believed_of_a_node_that_has_more_work() -> None:
     assert not world.scheduler.pool_overflowed(first.id)
     third = await world.lease("three", shares_pool=True)
     assert world.scheduler.pool_overflowed(third.id)
-
-
-@pytest.mark.parametrize("answer", [True, False])
-async def test_questions_about_other_nodes_are_answered_by_the_brain(answer: bool) -> None:
-    world = World()
-    request = a_lease_request()
-    asking = asyncio.create_task(
-        world.scheduler.ask_nodes("has_other_node", request, NOTHING_TRIED, but_paused=True)
-    )
-    await asyncio.sleep(0)
-    asked = world.link.last(messages.AskNodes)
-    assert (asked.what, asked.but_paused) == ("has_other_node", True)
-    world.scheduler.answered_question(messages.NodeAnswer(asked.ask, answer))
-    assert await asking is answer
-
-
-async def test_when_the_link_is_lost_nobody_waits_any_longer() -> None:
-    world = World()
-    waits = await world.ask()
-    asks = asyncio.create_task(
-        world.scheduler.ask_nodes("has_cpu_node", a_lease_request(), NOTHING_TRIED)
-    )
-    await asyncio.sleep(0)
-    world.scheduler.close()
-    for task in (waits, asks):
-        with pytest.raises(GatewayError, match="shutting down"):
-            await task
-    with pytest.raises(GatewayError, match="shutting down"):
-        await (await world.ask("late"))
 
 
 async def test_connections_to_a_node_are_kept_until_its_route_changes() -> None:

@@ -34,7 +34,6 @@ def a_granted_lease(**keys: Any) -> GrantedLease:
 
 
 def a_proxy_request(received_at: float = 0.0, body: bytes = b"{}", **keys: Any) -> Request:
-    """The request of a streamed chat."""
     return Request(
         "req_1",
         "req_1",

@@ -71,12 +71,10 @@ class Stream:
 
     @property
     def errors(self) -> list[dict[str, Any]]:
-        """Its error events."""
         return [value["error"] for value in self.values if value and value.get("error")]
 
     @property
     def text(self) -> str:
-        """The text of a chat."""
         deltas = [
             choice["delta"].get("content") or ""
             for value in self.values
@@ -96,18 +94,15 @@ class ProxyOverNodes:
 
     @property
     def app(self) -> Gateway:
-        """The gateway's objects."""
         return self.running.gateway
 
     @property
     def finished(self) -> list[RequestRecord]:
-        """The records of all requests that are over."""
         self.app.bus.flush()
         return self._finished
 
     @property
     def attempts(self) -> list[AttemptEnded]:
-        """All attempts that are over."""
         self.app.bus.flush()
         return self._attempts
 

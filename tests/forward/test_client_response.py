@@ -21,6 +21,7 @@ from gateway.forward.client_response import (
 )
 from gateway.forward.header_fields import headers_for_client, headers_for_node, without_times
 from gateway.transport.errors import InvalidResponse
+from tests.each_case import each_case
 
 
 class Shouting(ResponseRewriter):
@@ -36,14 +37,11 @@ class Shouting(ResponseRewriter):
         return self.rewrite_events(content)
 
 
-def test_an_invalid_plain_response_is_an_error() -> None:
+def test_an_invalid_response_is_an_error_once() -> None:
     assert run_at_once(rewrite_in_steps(Shouting(), b"a")) == b"A"
     with pytest.raises(GatewayError) as raised:
         run_at_once(rewrite_in_steps(Shouting(), b"?"))
     assert (raised.value.status, raised.value.code) == (502, "node_failed")
-
-
-def test_invalid_events_end_a_stream_with_one_error() -> None:
     record = RequestRecord("req_1", "/v1/chat/completions")
     events = EventsForClient(Shouting(), RELAYED, record)
     assert (events.rewrite(b"a"), events.failed) == (b"A", False)
@@ -70,25 +68,19 @@ def forwarded(*names: str, extra: tuple[str, ...] = ()) -> list[str]:
 OWN = [b"accept-encoding: identity", b"via: 1.1 llama-gateway"]
 
 
-def test_useful_headers_are_forwarded_and_the_gateways_are_added() -> None:
-    fields = [
-        (b"content-type", b"application/json"),
-        (b"accept", b"text/event-stream"),
-        (b"user-agent", b"me"),
-        (b"traceparent", b"00-1-2-01"),
-        (b"tracestate", b"a=b"),
-        (b"anthropic-version", b"2023-06-01"),
-        (b"anthropic-beta", b"x"),
-        (b"openai-organization", b"org"),
-    ]
+def test_useful_headers_are_forwarded_to_nodes_and_the_gateways_are_added() -> None:
+    names = ["content-type", "accept", "user-agent", "traceparent", "tracestate",
+             "anthropic-version", "anthropic-beta", "openai-organization"]  # fmt: skip
+    fields = [(name.encode(), b"application/json") for name in names]
     assert sent(*fields) == [b": ".join(field) for field in fields] + OWN
-
-
-@pytest.mark.parametrize(
-    "value", [b"application/x-www-form-urlencoded", b"Application/X-WWW-Form-urlencoded; a=b"]
-)
-def test_curls_default_content_type_becomes_json(value: bytes) -> None:
-    assert sent((b"content-type", value)) == [b"content-type: application/json", *OWN]
+    # What curl sends without being told.
+    form = b"Application/X-WWW-Form-urlencoded; a=b"
+    assert sent((b"content-type", form)) == [b"content-type: application/json", *OWN]
+    users = [(b"x-openwebui-user-id", b"anna"), (b"x-openwebui-user-email", b"a@b")]
+    assert sent(*users, extra=("X-OpenWebUI-User-Id",)) == [b"x-openwebui-user-id: anna", *OWN]
+    got = sent((b"accept", b"1"), (b"connection", b"close, Accept"), (b"user-agent", b"2"))
+    assert got == [b"user-agent: 2", *OWN]
+    assert b"accept: 1" in sent((b"connection", b"keep-alive"), (b"accept", b"1"))
 
 
 STAY_HERE = [
@@ -105,28 +97,9 @@ STAY_HERE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", STAY_HERE)
+@each_case("name", STAY_HERE)
 def test_secrets_and_useless_headers_reach_no_node(name: str) -> None:
     assert sent((name.encode(), b"secret")) == OWN
-
-
-def test_the_settings_forward_further_headers_to_nodes() -> None:
-    fields = [(b"x-openwebui-user-id", b"anna"), (b"x-openwebui-user-email", b"a@b")]
-    assert sent(*fields, extra=("X-OpenWebUI-User-Id",)) == [b"x-openwebui-user-id: anna", *OWN]
-
-
-def test_hop_by_hop_headers_reach_no_node() -> None:
-    got = sent((b"accept", b"1"), (b"connection", b"close, Accept"), (b"user-agent", b"2"))
-    assert got == [b"user-agent: 2", *OWN]
-    assert b"accept: 1" in sent((b"connection", b"keep-alive"), (b"accept", b"1"))
-
-
-def test_useful_headers_of_a_response_are_forwarded() -> None:
-    names = [
-        "content-type", "retry-after", "traceparent", "tracestate", "openai-processing-ms",
-        "openai-version", "anthropic-ratelimit-requests-remaining",
-    ]  # fmt: skip
-    assert forwarded(*names) == names
 
 
 NODES_ALONE = [
@@ -140,26 +113,20 @@ NODES_ALONE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NODES_ALONE)
-def test_headers_that_a_client_would_obey_are_not_forwarded(name: str) -> None:
-    assert forwarded(name) == []
-
-
-def test_the_settings_forward_further_headers_to_clients() -> None:
-    extra = ("X-RateLimit-Remaining-Requests",)
+def test_no_header_that_a_client_would_obey_is_forwarded_but_the_useful_ones_are() -> None:
+    useful = ["content-type", "retry-after", "traceparent", "tracestate", "openai-processing-ms",
+              "openai-version", "anthropic-ratelimit-requests-remaining"]  # fmt: skip
+    assert forwarded(*NODES_ALONE, *useful) == useful
     names = ("x-ratelimit-remaining-requests", "x-ratelimit-reset-requests")
-    assert forwarded(*names, extra=extra) == ["x-ratelimit-remaining-requests"]
-
-
-def test_hop_by_hop_headers_reach_no_client() -> None:
-    headers = [
+    assert forwarded(*names, extra=("X-RateLimit-Remaining-Requests",)) == [*names[:1]]
+    hop_by_hop = [
         (b"connection", b"keep-alive, Retry-After"),
         (b"connection", b"OpenAI-Version"),
         (b"retry-after", b"1"),
         (b"openai-version", b"1"),
         (b"content-type", b"text/event-stream"),
     ]
-    assert headers_for_client(headers) == b"content-type: text/event-stream\r\n"
+    assert headers_for_client(hop_by_hop) == b"content-type: text/event-stream\r\n"
 
 
 def test_times_and_counts_of_a_node_are_taken_out() -> None:
@@ -186,17 +153,23 @@ def body(value: Any) -> Any:
     return json.loads(run_at_once(HIDER.rewrite_body(json.dumps(value).encode())))
 
 
-def test_events_without_figures_pass_as_they_are() -> None:
-    events = event({"choices": [{"delta": {"content": "hello"}}]}) * 3
-    assert HIDER.rewrite_events(events) is events
-
-
 @given(st.text())
 def test_texts_pass_whatever_they_say(text: str) -> None:
     told = f'{text} "cached_tokens": 5, ,"id_slot":5 prompt_n "timings":{{"cache_n":1}}'
     chunk = {"choices": [{"delta": {"content": told, "tool": {"cached_tokens": 3}}}]}
     assert HIDER.rewrite_events(event(chunk)) == event(chunk)
     assert body(chunk) == chunk
+
+
+def test_what_has_no_figures_passes_as_it_is() -> None:
+    events = event({"choices": [{"delta": {"content": "hello"}}]}) * 3
+    assert HIDER.rewrite_events(events) is events
+    usages: tuple[Any, ...] = (None, [], "x", {"prompt_tokens_details": None}, {})
+    for usage in usages:
+        value = {"usage": usage, "prompt_cache_key": "mine"}
+        assert body(value) == value
+    text = b"the cache is prompt_n"
+    assert run_at_once(HIDER.rewrite_body(text)) == text
 
 
 def test_only_what_tells_is_changed_and_the_order_stays() -> None:
@@ -215,6 +188,19 @@ def test_only_what_tells_is_changed_and_the_order_stays() -> None:
         "usage": {"prompt_tokens": 145, "prompt_tokens_details": {"cached_tokens": 0}},
         "z": [1.5, "x"],
     }
+    # A slot is named nowhere; nor is what tells in data of several lines, among what passes.
+    first = b'data: {"id_slot":3,"content":"a"}\n\n'
+    middle = b'data: {"index":0,"id_slot":12,"content":"a"}\n\n'
+    last = b'data: {"content":"a","id_slot":-1}\n\n'
+    split = b'event: x\ndata: {"cache_n": 1,\ndata: "a": 2}\n\n'
+    assert HIDER.rewrite_events(first + middle + last) == (
+        b'data: {"content":"a"}\n\ndata: {"index":0,"content":"a"}\n\ndata: {"content":"a"}\n\n'
+    )
+    passes = event({"a": "cache"})
+    assert HIDER.rewrite_events(b":\n" + passes + split + b"data: [DONE]\n\n") == (
+        b":\n" + passes + b'event: x\ndata: {"a":2}\n\n' + b"data: [DONE]\n\n"
+    )
+    assert body([{"id_slot": 1, "index": 0}, {"id_slot": 2}]) == [{"index": 0}, {}]
 
 
 def test_anthropics_input_tokens_are_all_of_the_prompts() -> None:
@@ -237,33 +223,6 @@ def test_anthropics_input_tokens_are_all_of_the_prompts() -> None:
     }
 
 
-@pytest.mark.parametrize("usage", [None, [], "x", {"prompt_tokens_details": None}, {}])
-def test_usage_of_another_shape_passes(usage: object) -> None:
-    value = {"usage": usage, "prompt_cache_key": "mine"}
-    assert body(value) == value
-
-
-def test_a_slot_is_named_nowhere() -> None:
-    first = b'data: {"id_slot":3,"content":"a"}\n\n'
-    last = b'data: {"content":"a","id_slot":-1}\n\n'
-    middle = b'data: {"index":0,"id_slot":12,"content":"a"}\n\n'
-    assert HIDER.rewrite_events(first + middle + last) == (
-        b'data: {"content":"a"}\n\ndata: {"index":0,"content":"a"}\n\ndata: {"content":"a"}\n\n'
-    )
-    assert body([{"id_slot": 1, "index": 0}, {"id_slot": 2, "index": 1}]) == [
-        {"index": 0},
-        {"index": 1},
-    ]
-
-
-def test_data_of_several_lines_and_events_around_it() -> None:
-    split = b'event: x\ndata: {"cache_n": 1,\ndata: "a": 2}\n\n'
-    edited = HIDER.rewrite_events(b":\n" + event({"a": "cache"}) + split + b"data: [DONE]\n\n")
-    assert edited == (
-        b":\n" + event({"a": "cache"}) + b'event: x\ndata: {"a":2}\n\n' + b"data: [DONE]\n\n"
-    )
-
-
 def test_lines_of_json_lose_the_durations_that_tell() -> None:
     last = {"done": True, "total_duration": 9, "load_duration": 1, "prompt_eval_duration": 5}
     more = {"prompt_eval_count": 145, "eval_count": 3, "eval_duration": 3}
@@ -278,11 +237,6 @@ def test_what_cannot_be_read_does_not_pass(data: bytes) -> None:
         HIDER.rewrite_events(data)
     with pytest.raises(InvalidResponse):
         run_at_once(HIDER.rewrite_body(b'{"cache_n": '))
-
-
-def test_plain_text_passes() -> None:
-    text = b"the cache is prompt_n"
-    assert run_at_once(HIDER.rewrite_body(text)) == text
 
 
 def test_it_works_behind_a_translator() -> None:

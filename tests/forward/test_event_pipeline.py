@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from gateway.api import sse
@@ -29,9 +28,9 @@ from tests.forward.proxy_over_nodes import (
 from tests.gateways import until
 from tests.virtual import in_virtual_time
 
-AFTER = 12
-"""Events; by then, content has come in every API."""
+AFTER = 12  # events; by then, content has come in every API
 
+CHAT, COMPLETIONS, ANTHROPIC, RESPONSES, NATIVE = GENERATION_PATHS
 BREAKS: list[tuple[str, dict[str, Any]]] = [
     ("reset", {}),
     ("close", {}),
@@ -42,11 +41,12 @@ BREAKS: list[tuple[str, dict[str, Any]]] = [
     ("error_event", {}),
     ("hang", {}),
 ]
-BROKEN = [
-    *((GENERATION_PATHS[0], kind, options) for kind, options in BREAKS),
-    # The two points in which APIs differ: the end of a stream, and the form of its errors.
-    *((path, kind, {}) for path in GENERATION_PATHS[1:] for kind in ("end", "error_event")),
-]
+
+
+def event(**value: Any) -> bytes:
+    """An event, named by its type if it has one, without the blank line behind it."""
+    name = f"event: {value['type']}\n" if "type" in value else ""
+    return f"{name}data: {json.dumps(value)}".encode()
 
 
 def check_failed(path: str, reply: Stream, text: str | None = None) -> None:
@@ -68,92 +68,83 @@ def check_failed(path: str, reply: Stream, text: str | None = None) -> None:
         assert value["error"]["message"].startswith(text)
 
 
-@pytest.mark.parametrize(
-    ("fields", "code", "kind"),
-    [
-        ({"code": 400, "type": "invalid_request_error"}, 400, "invalid_request_error"),
-        ({"type": "invalid_request_error"}, 400, "invalid_request_error"),
-        ({"type": "request_too_large"}, 413, "request_too_large"),
-        ({"type": "rate_limit_error"}, 429, "rate_limit_error"),
-        ({"type": "overloaded_error"}, 503, "overloaded_error"),
-        ({"code": 529}, 529, "overloaded_error"),
-        ({"type": "timeout_error"}, 504, "timeout_error"),
-        ({"type": "authentication_error"}, 502, "api_error"),
-        ({"code": 500, "type": "server_error"}, 502, "api_error"),
-        ({"code": "x"}, 502, "api_error"),
-    ],
-)
-@pytest.mark.parametrize("path", [GENERATION_PATHS[0], "/v1/messages"])
-@in_virtual_time
-async def test_a_nodes_error_in_a_stream_keeps_its_meaning(
-    tmp_path: Path, path: str, fields: dict[str, Any], code: int, kind: str
-) -> None:
-    error = (
-        b"data: " + msgspec.json.encode({"error": {**fields, "message": "It says so"}}) + b"\n\n"
-    )
-    if path == "/v1/messages":
-        error = b"event: error\n" + error
-    async with two_nodes(tmp_path, answer_tokens=40, resume="off") as (proxy, one, _):
-        one.faults.next("insert", after_events=AFTER, data=error)
-        reply = await proxy.stream(path)
-        (reported,) = reply.errors
-        assert reported["message"].startswith("It says so")
-        if path == "/v1/messages":
-            assert reported["type"] == kind
-        await proxy.settled()
-        (record,) = proxy.finished
-        assert record.status == code
-        # An error of the request is no failure of the node.
-        assert proxy.node("a").failures == (0 if code in {400, 413} else 1)
+NODE_ERRORS: list[tuple[dict[str, Any], int, str]] = [
+    ({"code": 400, "type": "invalid_request_error"}, 400, "invalid_request_error"),
+    ({"type": "invalid_request_error"}, 400, "invalid_request_error"),
+    ({"type": "request_too_large"}, 413, "request_too_large"),
+    ({"type": "rate_limit_error"}, 429, "rate_limit_error"),
+    ({"type": "overloaded_error"}, 503, "overloaded_error"),
+    ({"code": 529}, 529, "overloaded_error"),
+    ({"type": "timeout_error"}, 504, "timeout_error"),
+    ({"type": "authentication_error"}, 502, "api_error"),
+    ({"code": 500, "type": "server_error"}, 502, "api_error"),
+    ({"code": "x"}, 502, "api_error"),
+]
 
 
+@pytest.mark.parametrize("path", [CHAT, ANTHROPIC])
 @in_virtual_time
-async def test_a_request_that_a_node_calls_invalid_is_not_retried(tmp_path: Path) -> None:
-    error = b'data: {"error":{"code":400,"message":"It says so"}}\n\n'
-    async with two_nodes(tmp_path, answer_tokens=40) as (proxy, one, two):
-        for stream in (True, False):
-            one.faults.next("insert", after_events=AFTER, data=error)
-            reply = await proxy.ask(stream=stream)
-            assert "It says so" in reply.text
-            assert reply.status_code == (200 if stream else 400)
-        assert two.requests == 0
-        assert [outcome for _, outcome in proxy.outcomes] == ["request_error"] * 2
+async def test_a_nodes_error_in_a_stream_keeps_its_meaning(tmp_path: Path, path: str) -> None:
+    one = EmulatedNode(answer_tokens=40)
+    async with proxy_over(tmp_path, one, resume="off", health={"failures": 100}) as proxy:
+        failures = 0
+        for fields, code, kind in NODE_ERRORS:
+            error = event(error={**fields, "message": "It says so"}) + b"\n\n"
+            name = b"event: error\n" if path == ANTHROPIC else b""
+            one.faults.next("insert", after_events=AFTER, data=name + error)
+            (reported,) = (await proxy.stream(path)).errors
+            assert reported["message"].startswith("It says so")
+            assert path != ANTHROPIC or reported["type"] == kind
+            await proxy.settled()
+            assert proxy.finished[-1].status == code
+            # An error of the request is no failure of the node.
+            failures += code not in {400, 413}
+            assert proxy.node("a").failures == failures
 
 
 @pytest.mark.parametrize("path", GENERATION_PATHS)
 @pytest.mark.parametrize("stream", [True, False])
 @in_virtual_time
-async def test_a_context_overflow_after_the_first_content_gets_the_gateways_message(
+async def test_an_error_of_the_request_behind_the_first_content_is_not_retried(
     tmp_path: Path, path: str, stream: bool
 ) -> None:
-    fields = {
-        "code": 400,
-        "type": "exceed_context_size_error",
-        "message": "request (9000 tokens) exceeds the available context size (4096 tokens)",
-    }
-    error = b"data: " + msgspec.json.encode({"error": fields}) + b"\n\n"
-    if path == "/v1/messages":
-        error = b"event: error\ndata: " + msgspec.json.encode(fields) + b"\n\n"
-    one = EmulatedNode(answer_tokens=40)
-    async with proxy_over(tmp_path, one) as proxy:
-        one.faults.next("insert", after_events=AFTER, data=error)
-        reply = await proxy.ask(path, stream=stream)
-        assert "prompt is too long: 9000 tokens > 4096 maximum" in reply.text
-        assert reply.status_code == (200 if stream else 400)
-        assert proxy.node("a").failures == 0
+    """A context overflow gets the gateway's words."""
+    says = {"code": 400, "message": "It says so"}
+    message = "request (9000 tokens) exceeds the available context size (4096 tokens)"
+    overflow = {"code": 400, "type": "exceed_context_size_error", "message": message}
+    async with two_nodes(tmp_path, answer_tokens=40) as (proxy, one, two):
+        for fields, words in (
+            (overflow, "prompt is too long: 9000 tokens > 4096 maximum"),
+            (says, "It says so"),
+        ):
+            error = event(error=fields) + b"\n\n"
+            if path == ANTHROPIC:
+                error = b"event: error\ndata: " + json.dumps(fields).encode() + b"\n\n"
+            one.faults.next("insert", after_events=AFTER, data=error)
+            reply = await proxy.ask(path, stream=stream)
+            assert words in reply.text
+            assert reply.status_code == (200 if stream else 400)
+        assert two.requests == proxy.node("a").failures == 0
+        assert [outcome for _, outcome in proxy.outcomes] == ["request_error"] * 2
 
 
-@pytest.mark.parametrize(("path", "kind", "options"), BROKEN)
+@pytest.mark.parametrize(
+    ("path", "kind", "options"),
+    [
+        *((CHAT, kind, options) for kind, options in BREAKS),
+        # The two points in which APIs differ: the end of a stream, and the form of its errors.
+        *((path, kind, {}) for path in GENERATION_PATHS[1:] for kind in ("end", "error_event")),
+    ],
+)
 @in_virtual_time
 async def test_a_stream_that_breaks_after_its_first_content_ends_with_an_error_event(
     tmp_path: Path, path: str, kind: str, options: dict[str, Any]
 ) -> None:
     one = EmulatedNode(answer_tokens=40)
     async with proxy_over(tmp_path, one, timeouts={"silence": 0.3}) as proxy:
-        whole = await proxy.stream(path)
-        assert whole.errors == []
+        # A reset takes with it what was not read: the connection is made before.
+        assert (await proxy.stream(path)).errors == []
         proxy.finished.clear()
-        proxy.attempts.clear()
         one.faults.next(kind, after_events=AFTER, **options)
         reply = await proxy.stream(path)
         check_failed(path, reply, "Compute error." if kind == "error_event" else None)
@@ -162,8 +153,8 @@ async def test_a_stream_that_breaks_after_its_first_content_ends_with_an_error_e
         assert one.requests == 2, "a stream that has begun is not repeated"
         await proxy.settled()
         (record,) = proxy.finished
-        assert record.status == (504 if kind == "hang" else 502)
-        assert record.reason == ("node_timeout" if kind == "hang" else "node_failed")
+        wanted = (504, "node_timeout") if kind == "hang" else (502, "node_failed")
+        assert (record.status, record.reason) == wanted
         assert record.completion_tokens > 0
         assert proxy.node("a").failures == 1
 
@@ -204,10 +195,9 @@ def check_readable(path: str, reply: Stream) -> None:
     text = re.sub(r"(?m)^:.*\n", "", reply.body.decode())
     *events, rest = text.split("\n\n")
     assert rest == ""
-    for event in events:
-        fields = [line.partition(": ") for line in event.split("\n")]
-        names = [name for name, _, _ in fields]
-        assert names in (["data"], ["event", "data"])
+    for each in events:
+        fields = [line.partition(": ") for line in each.split("\n")]
+        assert [name for name, _, _ in fields] in (["data"], ["event", "data"])
         data = fields[-1][2]
         assert data in {"[DONE]", "null"} or isinstance(json.loads(data), dict)
     if reply.errors:
@@ -216,16 +206,17 @@ def check_readable(path: str, reply: Stream) -> None:
         assert ROUTES[path].api.is_stream_complete(reply.body)
 
 
-HARMLESS = ["no_data", "empty", "comment", "line_comment", "fields", "nul"]
-HARMFUL = ["not_json", "invalid_utf8", "huge", "half", "no_blank_line"]
+HARMFUL = ("invalid_utf8", "huge", "half", "no_blank_line", "not_json")
 
 
 @pytest.mark.parametrize(
     ("path", "what"),
     [
-        *((GENERATION_PATHS[0], what) for what in [*HARMLESS, *HARMFUL]),
-        *((path, what) for path in [*GENERATION_PATHS, "/infill"] for what in ["done", "null"]),
-        *((path, "not_json") for path in [*GENERATION_PATHS[1:], "/infill"]),
+        *((CHAT, what) for what in ("no_data", "empty", "comment", "line_comment", "fields")),
+        *((CHAT, what) for what in ("nul", *HARMFUL[:-1])),
+        *((path, "done") for path in [*GENERATION_PATHS, "/infill"]),
+        *((path, "null") for path in [*GENERATION_PATHS, "/infill"]),
+        *((path, "not_json") for path in [*GENERATION_PATHS, "/infill"]),
     ],
 )
 @in_virtual_time
@@ -247,107 +238,39 @@ async def test_odd_events_of_a_node_leave_the_stream_readable(
                 assert masked(reply) == masked(whole)
 
 
-@pytest.mark.parametrize("path", ["/v1/responses", "/completion"])
 @in_virtual_time
 async def test_a_stream_fails_without_the_event_that_alone_says_that_it_has_ended(
-    tmp_path: Path, path: str
+    tmp_path: Path,
 ) -> None:
-    one = EmulatedNode(answer_tokens=8)
-    async with proxy_over(tmp_path, one) as proxy:
-        one.faults.next("no_done")
-        check_failed(path, await proxy.stream(path))
-
-
-@pytest.mark.parametrize("path", GENERATION_PATHS)
-@in_virtual_time
-async def test_nothing_follows_the_terminal_event_and_no_failure_after_it_counts(
-    tmp_path: Path, path: str
-) -> None:
-    one = EmulatedNode(answer_tokens=8)
-    async with proxy_over(tmp_path, one) as proxy:
-        whole = await proxy.stream(path)
-        one.faults.next("double_done")
-        assert masked(await proxy.stream(path)) == masked(whole)
-        one.faults.next("merge", count=100)
-        assert masked(await proxy.stream(path)) == masked(whole)
-        for kind in ("error_event", "close"):
-            one.faults.next(kind, after_events=len(whole.events))
-            assert masked(await proxy.stream(path)) == masked(whole)
-        await proxy.settled()
-        ended = [(record.status, record.completion_tokens) for record in proxy.finished]
-        assert ended == 5 * ended[:1]
-        assert ended[0][0] == 200
-        assert proxy.node("a").failures == 0
-
-
-@in_virtual_time
-async def test_comments_can_be_switched_off(tmp_path: Path) -> None:
-    one = EmulatedNode(answer_tokens=8, prefill_tps=60, ping_interval=0.02)
-    async with proxy_over(tmp_path, one, heartbeat="off") as proxy:
-        one.faults.next("comments")
-        reply = await proxy.stream()
-        assert reply.text == expected_chat_text(MESSAGES, 8)
-        assert not re.search(rb"(?:\A|\n):", reply.body)
-
-
-@in_virtual_time
-async def test_the_end_of_one_of_several_answers_does_not_end_the_stream(tmp_path: Path) -> None:
-    one = EmulatedNode(slots=2, answer_tokens=8)
-    async with proxy_over(tmp_path, one) as proxy:
-        whole = await proxy.stream("/completion", prompt="one", n=2)
+    async with proxy_over(tmp_path, one := EmulatedNode(answer_tokens=8, slots=2)) as proxy:
+        for path in (RESPONSES, NATIVE):
+            one.faults.next("no_done")
+            check_failed(path, await proxy.stream(path))
+        # The end of one of several answers is none.
+        whole = await proxy.stream(NATIVE, prompt="one", n=2)
         assert sum(value["stop"] for value in whole.values) == 2
         one.faults.next("close", after_events=len(whole.events) - 1)
-        reply = await proxy.stream("/completion", prompt="one", n=2)
-        check_failed("/completion", reply)
+        check_failed(NATIVE, await proxy.stream(NATIVE, prompt="one", n=2))
 
 
 @in_virtual_time
-async def test_a_client_that_reads_slowly_loses_nothing(tmp_path: Path) -> None:
-    one = EmulatedNode(answer_tokens=3000, context=8192)
-    async with proxy_over(tmp_path, one) as proxy:
+async def test_a_client_that_reads_slowly_loses_nothing_but_comments(tmp_path: Path) -> None:
+    one = EmulatedNode(answer_tokens=3000, context=8192, prefill_tps=60, ping_interval=0.02)
+    async with proxy_over(tmp_path, one, heartbeat="off") as proxy:
+        one.faults.next("comments")
         body = {"messages": MESSAGES, "stream": True}
-        data = b""
-        async with proxy.running.client.stream("POST", GENERATION_PATHS[0], json=body) as reply:
+        async with proxy.running.client.stream("POST", CHAT, json=body) as reply:
             await asyncio.sleep(0.3)
-            async for chunk in reply.aiter_bytes():
-                data += chunk
+            data = b"".join([chunk async for chunk in reply.aiter_bytes()])
         stream = Stream(200, reply.headers, data)
-        assert stream.text == expected_chat_text(MESSAGES, 3000)
-        assert stream.errors == []
-
-
-@pytest.mark.parametrize("path", [*GENERATION_PATHS, "/v1/embeddings"])
-@in_virtual_time
-async def test_an_error_that_is_not_utf8_is_still_an_error(tmp_path: Path, path: str) -> None:
-    one, two = EmulatedNode(embeddings=True), EmulatedNode(embeddings=True)
-    bad = '{"error": {"message": "\udcff\udcfe"}}'
-    async with proxy_over(tmp_path, one, two, nodes=({"speed_hint": 100.0},)) as proxy:
-        one.faults.next("status", status=500, body=bad)
-        assert (await proxy.ask(path, input="x", stream=True)).status_code == 200
-        for status in (400, 500):
-            for node in (one, two):
-                node.faults.clear()
-                node.faults.set("status", status=status, body=bad)
-            assert (await proxy.ask(path, input="x", stream=True)).status_code == status
+        assert (stream.text, stream.errors) == (expected_chat_text(MESSAGES, 3000), [])
+        assert not re.search(rb"(?:\A|\n):", data), "they can be switched off"
 
 
 # What a node does after its answers have ended is no error to the client.
 
 
-CHAT, COMPLETIONS, ANTHROPIC, RESPONSES, NATIVE = GENERATION_PATHS
 OLD_ERROR = b'error: {"code": 507, "message": "out of luck", "type": "server_error"}\n\n'
-
-AFTERWARDS: list[dict[str, Any]] = [
-    {"kind": "no_done"},
-    {"kind": "reset"},
-    {"kind": "close"},
-    {"kind": "cut"},
-    {"kind": "end"},
-    {"kind": "error_event"},
-    {"kind": "garbage_body"},
-    {"kind": "insert", "data": OLD_ERROR},
-    {"kind": "insert", "data": b"data: {oops\n\n"},
-]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -361,70 +284,58 @@ async def test_nothing_that_follows_a_finished_answer_is_an_error(
     one = EmulatedNode(answer_tokens=6, slots=2)
     async with proxy_over(tmp_path, one, resume="off", retries={"attempts": 1}) as proxy:
         api = ROUTES[path].api
-        fields = api.streaming_fields or {}
-        whole = await proxy.stream(path, **more, **fields)
+        asked: dict[str, Any] = {**more, **(api.streaming_fields or {})}
+        whole = await proxy.stream(path, **asked)
         plain = (await proxy.ask(path, **more)).json()
-        for fault in AFTERWARDS:
-            after: dict[str, Any] = (
-                {} if fault["kind"] == "no_done" else {"after_events": len(whole.events) - 1}
-            )
-            one.faults.next(**{**fault, **after})
+        last = len(whole.events) - 1
+        kinds = ("reset", "close", "cut", "end", "error_event", "garbage_body")
+        faults: list[dict[str, Any]] = [
+            {"kind": "no_done"},
+            {"kind": "double_done"},
+            *({"kind": kind, "after_events": last} for kind in kinds),
+            *(
+                {"kind": "insert", "after_events": last, "data": data}
+                for data in (OLD_ERROR, b"data: {oops\n\n")
+            ),
+        ]
+        for fault in faults:
+            one.faults.next(**fault)
             if not stream:
-                reply = await proxy.ask(path, **more)
-                assert reply.status_code == 200, (fault, reply.text)
-                value = reply.json()
+                value = (await proxy.ask(path, **more)).json()
                 for field in ("choices", "content", "stop_reason"):
                     assert value.get(field) == plain.get(field), fault
                 assert value["usage"], fault
                 continue
-            found = await proxy.stream(path, **more, **fields)
-            assert found.errors == [], fault
-            assert len(found.events) == len(whole.events), fault
+            found = await proxy.stream(path, **asked)
+            assert (found.errors, len(found.events)) == ([], len(whole.events)), fault
             assert api.is_stream_complete(found.body), fault
+        if stream and path == CHAT and not more:
+            # Nor are the figures missed that were asked for.
+            one.faults.next("close", after_events=last - 1)
+            found = await proxy.stream(path, **asked)
+            assert (found.errors, len(found.events)) == ([], last)
+            assert api.is_stream_complete(found.body)
         await proxy.settled()
         assert {outcome for _, outcome in proxy.outcomes} == {"ok"}
         assert {record.status for record in proxy.finished} == {200}
 
 
-@in_virtual_time
-async def test_tokens_that_were_asked_for_and_never_came_are_no_error_either(
-    tmp_path: Path,
-) -> None:
-    one = EmulatedNode(answer_tokens=6)
-    async with proxy_over(tmp_path, one, retries={"attempts": 1}) as proxy:
-        fields = ROUTES[CHAT].api.streaming_fields or {}
-        whole = await proxy.stream(CHAT, **fields)
-        one.faults.next("close", after_events=len(whole.events) - 2)
-        found = await proxy.stream(CHAT, **fields)
-        assert found.errors == []
-        assert len(found.events) == len(whole.events) - 1
-        assert ROUTES[CHAT].api.is_stream_complete(found.body)
-
-
 @pytest.mark.parametrize("path", GENERATION_PATHS)
-@pytest.mark.parametrize("after", [0, 3])
-@pytest.mark.parametrize("written", [OLD_ERROR, b'data:{"error":{"message":"out of luck"}}\n\n'])
 @in_virtual_time
 async def test_an_error_however_it_is_written_is_told_in_the_nodes_words(
-    tmp_path: Path, path: str, after: int, written: bytes
+    tmp_path: Path, path: str
 ) -> None:
     one = EmulatedNode(answer_tokens=20, decode_tps=100.0)
-    async with proxy_over(tmp_path, one, resume="off", retries={"attempts": 1}) as proxy:
-        one.faults.next("insert", after_events=after + 2, data=written)
-        reply = await proxy.stream(path)
-        if reply.status == 200:
-            (error,) = reply.errors
-            assert error["message"] == "out of luck."
-        else:
-            assert "out of luck" in reply.body.decode()
-        assert b"\nerror:" not in reply.body
-        assert [outcome for _, outcome in proxy.outcomes] in (["error_event"], ["server_error"])
-
-
-def event(**value: Any) -> bytes:
-    """An event, named by its type if it has one, without the blank line behind it."""
-    name = f"event: {value['type']}\n" if "type" in value else ""
-    return f"{name}data: {json.dumps(value)}".encode()
+    once = {"attempts": 1, "quarantine": 0}
+    async with proxy_over(tmp_path, one, resume="off", retries=once) as proxy:
+        for written in (OLD_ERROR, b'data:{"error":{"message":"out of luck"}}\n\n'):
+            for after in (2, 5):
+                one.faults.next("insert", after_events=after, data=written)
+                reply = await proxy.stream(path)
+                assert "out of luck" in reply.body.decode()
+                assert reply.status != 200 or len(reply.errors) == 1
+                assert b"\nerror:" not in reply.body
+        assert {outcome for _, outcome in proxy.outcomes} <= {"error_event", "server_error"}
 
 
 CHOICE = event(choices=[{"index": 0, "delta": {"content": "yes"}}])
@@ -432,18 +343,16 @@ END = event(choices=[{"index": 0, "delta": {}, "finish_reason": "stop"}])
 BOTH = event(choices=[{"delta": {"content": "yes"}, "finish_reason": "stop"}])
 TEXT_DELTA = {"delta": {"type": "text_delta", "text": "yes"}, "index": 0}
 STOP_DELTA = {"delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 1}}
+EVENT_STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
+DELTA = event(type="response.output_text.delta", delta="yes")
+COMPLETED = event(type="response.completed", response={"output": []})
 LAST_EVENTS: dict[str, list[list[bytes]]] = {
     CHAT: [[CHOICE, END], [BOTH], [BOTH, b"data: [DONE]"], [BOTH, b'data: {"choices": [], "usa']],
     COMPLETIONS: [[event(choices=[{"text": "yes", "finish_reason": "length"}])]],
     ANTHROPIC: [
         [event(type="content_block_delta", **TEXT_DELTA), event(type="message_delta", **STOP_DELTA)]
     ],
-    RESPONSES: [
-        [
-            event(type="response.output_text.delta", delta="yes"),
-            event(type="response.completed", response={"output": []}),
-        ]
-    ],
+    RESPONSES: [[DELTA, COMPLETED]],
 }
 
 
@@ -453,27 +362,21 @@ LAST_EVENTS: dict[str, list[list[bytes]]] = {
 async def test_a_last_event_without_a_blank_line_is_an_event(
     tmp_path: Path, path: str, line_end: bytes, resets: bool
 ) -> None:
-    endings = [b"\n\n".join(events) for events in LAST_EVENTS[path]]
-
-    def answer(request: bytes) -> bytes:
-        body = endings[0] + line_end
-        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
-        if resets:
-            # The last chunk never comes.
-            head += b"transfer-encoding: chunked\r\n"
-            body = b"%x\r\n%b\r\n" % (len(body), body)
-        return head + b"\r\n" + body
-
-    async with over_endpoint(tmp_path, answer, retries={"attempts": 1}) as (running, _):
-        while endings:
-            body = {**BODIES.get(path, {"messages": MESSAGES}), "stream": True}
-            reply = await running.client.post(path, json=body)
+    said = b""
+    once = {"attempts": 1}
+    async with over_endpoint(tmp_path, lambda _: said, retries=once) as (running, _):
+        for events in LAST_EVENTS[path]:
+            body = b"\n\n".join(events) + line_end
+            said = EVENT_STREAM + b"\r\n" + body
+            if resets:  # The last chunk never comes.
+                chunk = b"%x\r\n%b\r\n" % (len(body), body)
+                said = EVENT_STREAM + b"transfer-encoding: chunked\r\n\r\n" + chunk
+            reply = await running.client.post(path, json={**BODIES[path], "stream": True})
             assert reply.status_code == 200
             assert "yes" in reply.text
             assert "error" not in reply.text
             assert reply.content.endswith(b"\n\n")
             assert ROUTES[path].api.is_stream_complete(reply.content), reply.text
-            del endings[0]
 
 
 TOKEN = b'data: {"choices":[{"index":0,"delta":{"content":"yes"}}]}\n\n'
@@ -484,13 +387,10 @@ async def test_an_error_event_that_ends_a_stream_is_the_nodes_with_or_without_a_
     tmp_path: Path, line_end: bytes
 ) -> None:
     error = b'data: {"error":{"message":"It says so","type":"overloaded_error"}}' + line_end
-    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
-    async with over_endpoint(tmp_path, lambda _: head + TOKEN + error, retries={"attempts": 1}) as (
-        running,
-        records,
-    ):
-        body = {"messages": MESSAGES, "stream": True}
-        reply = await running.client.post("/v1/chat/completions", json=body)
+    said = EVENT_STREAM + b"\r\n" + TOKEN + error
+    once = {"attempts": 1}
+    async with over_endpoint(tmp_path, lambda _: said, retries=once) as (running, records):
+        reply = await running.client.post(CHAT, json={**BODIES[CHAT], "stream": True})
         assert "yes" in reply.text
         assert "It says so" in reply.text
         await until(lambda: records)

@@ -6,16 +6,25 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from gateway.api.transcript import PostToNode
 from gateway.callers.keys import new_key
-from gateway.forward.context import RetryBudget
+from gateway.config.scheduling import RetrySettings
+from gateway.events import StreamResumed
+from gateway.forward import resume
+from gateway.forward.context import BUDGET_WINDOW, Retries, RetryBudget
+from gateway.forward.resume import ResumeInput, ResumePlan, plan_resume
 from gateway.nodes.node import NodeState
 from gateway.request.routes import ROUTES
+from gateway.schedule.lease_service import LocalLeaseService
 from tests.emulator import EmulatedNode, expected_chat_text
 from tests.forward.proxy_over_nodes import (
+    A_FIRST,
     BODIES,
     GENERATION_PATHS,
     MESSAGES,
@@ -26,30 +35,22 @@ from tests.forward.proxy_over_nodes import (
 from tests.gateways import until
 from tests.virtual import in_virtual_time, now
 
+AT_ONCE: dict[str, Any] = {"after_events": 0}
+UNAVAILABLE = b':\n\ndata: {"error":{"code":503,"message":"x"}}\n\n'
 FAULTS_BEFORE_CONTENT: list[tuple[str, dict[str, Any]]] = [
-    ("reset", {}),
-    ("close", {}),
-    ("garbage", {}),
-    ("hang", {}),
-    ("head_bomb", {}),
-    ("reset", {"after_events": 0}),
-    ("close", {"after_events": 0}),
-    ("hang", {"after_events": 0}),
-    ("cut", {"after_events": 0}),
+    *((kind, {}) for kind in ("reset", "close", "garbage", "hang", "head_bomb")),
+    *((kind, AT_ONCE) for kind in ("reset", "close", "hang", "cut", "end", "error_event")),
+    ("garbage_body", AT_ONCE),
     ("cut", {"after_events": 0, "reset": True}),
-    ("end", {"after_events": 0}),
-    ("error_event", {"after_events": 0}),
-    ("garbage_body", {"after_events": 0}),
     ("insert", {"after_events": 0, "what": "not_json"}),
     ("insert", {"after_events": 0, "what": "huge", "size": 2 << 20}),
-    ("insert", {"after_events": 0, "data": b':\n\ndata: {"error":{"code":503,"message":"x"}}\n\n'}),
+    ("insert", {"after_events": 0, "data": UNAVAILABLE}),
     ("slow_head", {"seconds": 0.05}),
     *(
         ("status", {"status": status, "body": '{"error":{"message":"no"}}'})
         for status in (429, 500, 502, 503, 504)
     ),
 ]
-IMPATIENT = {"first_byte": 0.4}
 
 
 @pytest.mark.parametrize(("kind", "options"), FAULTS_BEFORE_CONTENT)
@@ -57,20 +58,20 @@ IMPATIENT = {"first_byte": 0.4}
 async def test_another_node_answers_the_client_sees_nothing_and_the_first_is_blamed(
     tmp_path: Path, kind: str, options: dict[str, Any]
 ) -> None:
-    async with two_nodes(tmp_path, answer_tokens=8, timeouts=IMPATIENT) as (proxy, one, _):
+    impatient = {"first_byte": 0.4}
+    async with two_nodes(tmp_path, answer_tokens=8, timeouts=impatient) as (proxy, one, _):
         one.faults.set(kind, **options)
         reply = await proxy.stream()
-        assert reply.status == 200
-        assert reply.errors == []
+        assert (reply.status, reply.errors) == (200, [])
         assert reply.text == expected_chat_text(MESSAGES, 8)
         assert reply.events[-1] == b"data: [DONE]\n\n"
         assert reply.headers["x-gateway-attempts"] == "2"
         assert reply.headers["x-gateway-node"] == "b"
         assert [node for node, _ in proxy.outcomes] == ["a", "b"]
-        assert proxy.node("a").failures == (0 if options.get("status") == 429 else 1)
-        assert proxy.node("b").failures == 0
+        failures = 0 if options.get("status") == 429 else 1
+        assert (proxy.node("a").failures, proxy.node("b").failures) == (failures, 0)
         circuit = proxy.node("a").circuit
-        assert (circuit.failures, circuit.suspect_callers) == (proxy.node("a").failures, set())
+        assert (circuit.failures, circuit.suspect_callers) == (failures, set())
 
 
 @in_virtual_time
@@ -85,27 +86,10 @@ async def test_a_refused_connection_takes_the_node_down_at_once(tmp_path: Path) 
 
 
 @in_virtual_time
-async def test_a_retry_goes_to_another_host_if_there_is_one(tmp_path: Path) -> None:
-    servers = [EmulatedNode() for _ in range(3)]
-    nodes = ({"speed_hint": 100.0, "host": "x"}, {"speed_hint": 50.0, "host": "x"}, {"host": "y"})
-    async with proxy_over(tmp_path, *servers, nodes=nodes) as proxy:
-        servers[0].faults.set("reset")
-        assert (await proxy.ask()).headers["x-gateway-node"] == "c"
-        servers[2].faults.set("reset")
-        assert (await proxy.ask()).headers["x-gateway-node"] == "b"
-
-
-class Spent(RetryBudget):
-    """A budget that is used up."""
-
-    def remaining(self, now: float, share: float, minimum: int) -> int:
-        return 0
-
-
-@in_virtual_time
-async def test_attempts_are_limited(tmp_path: Path) -> None:
+async def test_attempts_are_limited_and_an_outage_is_not_multiplied(tmp_path: Path) -> None:
     servers = [EmulatedNode() for _ in range(4)]
-    async with proxy_over(tmp_path, *servers, health={"failures": 100}) as proxy:
+    retries = {"budget": 0.1, "budget_min": 5}
+    async with proxy_over(tmp_path, *servers, retries=retries, health={"failures": 999}) as proxy:
         for server in servers:
             server.faults.set("garbage")
         reply = await proxy.ask()
@@ -113,19 +97,9 @@ async def test_attempts_are_limited(tmp_path: Path) -> None:
         assert reply.headers["x-gateway-attempts"] == "3"
         assert reply.headers["x-should-retry"] == "false"
         assert len({node for node, _ in proxy.outcomes}) == 3
-
-
-@in_virtual_time
-async def test_an_outage_is_not_multiplied(tmp_path: Path) -> None:
-    one, two = EmulatedNode(), EmulatedNode()
-    retries = {"budget": 0.1, "budget_min": 5}
-    async with proxy_over(
-        tmp_path, one, two, retries=retries, health={"failures": 10_000}
-    ) as proxy:
-        for node in (one, two):
-            node.faults.set("garbage")
-        for _ in range(12):
-            assert (await proxy.ask()).status_code == 502
+        for number in range(11):
+            other = [{"role": "user", "content": f"{number}"}]
+            assert (await proxy.ask(messages=other)).status_code == 502
         assert len(proxy.attempts) == 12 + 5
 
 
@@ -134,32 +108,18 @@ async def test_an_attempt_that_reached_no_node_costs_no_budget(tmp_path: Path) -
     one = EmulatedNode(slots=8, answer_tokens=4)
     retries = {"budget": 0.0, "budget_min": 0}
     async with proxy_over(tmp_path, one, retries=retries, health={"interval": 3600}) as proxy:
-        proxy.app.proxy_context.retry_budget = Spent()
+        context = proxy.app.proxy_context
+        while context.retry_budget.spend(context.clock(), 0.0, 100):
+            pass
         await one.kill()
         asked = [asyncio.create_task(proxy.ask()) for _ in range(6)]
         await until(lambda: len(proxy.app.scheduler.queue_positions()) == 6)
-        await one.revive()
+        await one.revive(loading=True)
+        await proxy.app.fleet.probe("a")
+        assert proxy.node("a").state is NodeState.LOADING
+        one.loading = False
         await proxy.app.fleet.probe("a")
         assert [(await reply).status_code for reply in asked] == [200] * 6
-
-
-@in_virtual_time
-async def test_while_all_nodes_are_down_a_request_waits_for_the_first_to_return(
-    tmp_path: Path,
-) -> None:
-    one, two = EmulatedNode(answer_tokens=4), EmulatedNode()
-    async with proxy_over(tmp_path, one, two) as proxy:
-        await one.kill()
-        await two.kill()
-        asked = asyncio.create_task(proxy.stream())
-        await until(lambda: len(proxy.app.scheduler.queue_positions()) == 1)
-        await one.revive(loading=True)
-        await until(lambda: proxy.node("a").state is NodeState.LOADING)
-        assert not asked.done()
-        one.loading = False
-        reply = await asked
-        assert (reply.status, reply.errors) == (200, [])
-        assert reply.headers["x-gateway-node"] == "a"
 
 
 @in_virtual_time
@@ -175,35 +135,6 @@ async def test_a_request_that_waits_in_vain_for_a_node_ends_with_no_node(tmp_pat
         await until(lambda: proxy.node("a").state is NodeState.READY)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@in_virtual_time
-async def test_requests_without_a_sent_byte_survive_the_restart_of_their_node(
-    tmp_path: Path, stream: bool
-) -> None:
-    one = EmulatedNode(slots=4, prefill_tps=60, answer_tokens=3)
-    async with proxy_over(tmp_path, one) as proxy:
-        tasks = [asyncio.create_task(proxy.ask(stream=stream)) for _ in range(10)]
-        await until(lambda: one.busy == 4)
-        await one.kill()
-        await asyncio.sleep(0.1)
-        await one.revive()
-        replies = await asyncio.gather(*tasks)
-        assert [reply.status_code for reply in replies] == 10 * [200]
-        assert all("error" not in reply.text for reply in replies)
-
-
-@in_virtual_time
-async def test_one_of_two_nodes_may_die_under_load(tmp_path: Path) -> None:
-    one, two = EmulatedNode(slots=4, prefill_tps=100), EmulatedNode(slots=4, prefill_tps=100)
-    async with proxy_over(tmp_path, one, two) as proxy:
-        tasks = [asyncio.create_task(proxy.ask(max_tokens=3)) for _ in range(40)]
-        await until(lambda: one.busy > 0 and two.busy > 0)
-        await one.kill()
-        replies = await asyncio.gather(*tasks)
-        assert [reply.status_code for reply in replies] == 40 * [200]
-        assert two.peak_busy <= 4
-
-
 # Callers whose nodes are those with certain labels: no attempt ever goes to another node.
 
 
@@ -216,23 +147,18 @@ PATHS = [route.path for route in ROUTES.values() if route.endpoint in {"chat", "
 
 @asynccontextmanager
 async def two_pools(
-    folder: Path, *nodes: EmulatedNode, **settings: Any
-) -> AsyncIterator[ProxyOverNodes]:
+    folder: Path, count: int, **settings: Any
+) -> AsyncIterator[tuple[ProxyOverNodes, list[EmulatedNode]]]:
     """Nodes a, b, c and so on, of the left and of the right pool in turn."""
-    labels = tuple(
-        {"labels": {"side": "left" if i % 2 == 0 else "right"}} for i in range(len(nodes))
-    )
+    nodes = [EmulatedNode(slots=2, infill=True, decode_tps=200.0) for _ in range(count)]
+    labels = tuple({"labels": {"side": ("left", "right")[i % 2]}} for i in range(count))
     keys = [
         {"id": key.id, "sha256": key.sha256, "cache": {"nodes": {"side": key.id}}}
         for key in (LEFT, RIGHT, LOST)
     ]
     chosen = {"keys": keys, "heartbeat": "off", **settings}
     async with proxy_over(folder, *nodes, nodes=labels, **chosen) as proxy:
-        yield proxy
-
-
-def several(number: int, **more: Any) -> list[EmulatedNode]:
-    return [EmulatedNode(slots=2, infill=True, **more) for _ in range(number)]
+        yield proxy, nodes
 
 
 def bodies(path: str) -> dict[str, Any]:
@@ -244,62 +170,38 @@ def bodies(path: str) -> dict[str, Any]:
 
 @in_virtual_time
 async def test_every_path_keeps_to_the_callers_pool(tmp_path: Path) -> None:
-    async with two_pools(tmp_path, *several(4)) as proxy:
+    async with two_pools(tmp_path, 4) as (proxy, _):
         for path in PATHS:
             for headers, own in ((AS_LEFT, {"a", "c"}), (AS_RIGHT, {"b", "d"})):
                 for _ in range(4):
-                    reply = await proxy.running.client.post(
-                        path, json=bodies(path), headers=headers
-                    )
+                    post = proxy.running.client.post
+                    reply = await post(path, json=bodies(path), headers=headers)
                     if path != "/v1/responses/input_tokens":  # no llama.cpp server has it
                         assert reply.status_code == 200, (path, reply.text)
                 assert {attempt.node for attempt in proxy.attempts} <= own, path
                 proxy.attempts.clear()
 
 
-@in_virtual_time
-async def test_a_full_pool_queues_though_the_other_is_idle(tmp_path: Path) -> None:
-    async with two_pools(tmp_path, *several(2, decode_tps=50.0)) as proxy:
-        replies = await asyncio.gather(*(proxy.ask(headers=AS_LEFT) for _ in range(8)))
-        assert [reply.status_code for reply in replies] == [200] * 8
-        assert {attempt.node for attempt in proxy.attempts} == {"a"}
-        assert any(int(reply.headers["x-gateway-queue-ms"]) > 0 for reply in replies)
-
-
-@in_virtual_time
-async def test_a_retry_stays_in_the_pool(tmp_path: Path) -> None:
-    nodes = several(4)
-    async with two_pools(tmp_path, *nodes) as proxy:
-        for _ in range(5):
-            for node in (nodes[0], nodes[2]):
-                node.faults.set("status", status=503)
-            reply = await proxy.ask(headers=AS_LEFT)
-            assert reply.status_code >= 500
-            nodes[2].faults.clear()
-            reply = await proxy.ask(headers=AS_LEFT)
-            nodes[0].faults.clear()
-        assert {attempt.node for attempt in proxy.attempts} == {"a", "c"}
-
-
 @pytest.mark.parametrize("path", GENERATION_PATHS)
 @in_virtual_time
-async def test_a_resumed_stream_stays_in_the_pool(tmp_path: Path, path: str) -> None:
-    nodes = several(6, decode_tps=200.0)
-    async with two_pools(tmp_path, *nodes) as proxy:
-        for node in nodes:
-            node.faults.next("reset", after_events=8)
-        reply = await proxy.stream(
-            path, headers=AS_RIGHT, temperature=0, max_tokens=40, n_predict=40
-        )
-        assert reply.status == 200
+async def test_a_retry_and_a_resumed_stream_stay_in_the_pool(tmp_path: Path, path: str) -> None:
+    async with two_pools(tmp_path, 6) as (proxy, nodes):
+        for fault in ({"kind": "status", "status": 503}, {"kind": "reset", "after_events": 8}):
+            for node in nodes:
+                node.faults.next(**fault)  # type: ignore[arg-type]
+            asked = {"temperature": 0, "max_tokens": 40, "n_predict": 40}
+            reply = await proxy.stream(path, headers=AS_RIGHT, **asked)
+            assert reply.status in {200, 502}
+            for node in nodes:
+                node.faults.clear()
         if ROUTES[path].api.transcript_reader is not None:
-            assert len(proxy.attempts) > 1
+            assert len(proxy.attempts) > 3
         assert {attempt.node for attempt in proxy.attempts} <= {"b", "d", "f"}
 
 
 @in_virtual_time
 async def test_without_a_node_of_the_pool_it_is_as_without_a_node(tmp_path: Path) -> None:
-    async with two_pools(tmp_path, *several(2)) as proxy:
+    async with two_pools(tmp_path, 2, listen={"expose_node": False}) as (proxy, _):
         for path in GENERATION_PATHS:
             reply = await proxy.ask(path, headers=AS_LOST, model="demo")
             assert reply.status_code == 404
@@ -307,49 +209,158 @@ async def test_without_a_node_of_the_pool_it_is_as_without_a_node(tmp_path: Path
         assert error["code"] == "model_not_found"
         assert error["message"] == "The model 'demo' does not exist here."
         assert proxy.attempts == []
-        client = proxy.running.client
-        assert (await client.get("/v1/models", headers=AS_LOST)).json()["data"] == []
-        assert (await client.get("/v1/models/demo", headers=AS_LOST)).status_code == 404
-        assert len((await client.get("/v1/models", headers=AS_LEFT)).json()["data"]) == 1
-        assert (await client.get("/props", headers=AS_LEFT)).json()["total_slots"] == 2
-    log = (tmp_path / "gateway.log").read_text()
-    assert "side=lost" in log
+        get = proxy.running.client.get
+        assert (await get("/v1/models", headers=AS_LOST)).json()["data"] == []
+        assert (await get("/v1/models/demo", headers=AS_LOST)).status_code == 404
+        assert len((await get("/v1/models", headers=AS_LEFT)).json()["data"]) == 1
+        assert (await get("/props", headers=AS_LEFT)).json()["total_slots"] == 2
+    assert "side=lost" in (tmp_path / "gateway.log").read_text()
+
+
+# How often a failed request is tried again.
+
+
+def spent(budget: RetryBudget, now: float, share: float, least: int) -> int:
+    count = 0
+    while count < 10_000 and budget.spend(now, share, least):
+        count += 1
+    return count
+
+
+def test_what_is_left_is_a_share_of_what_came_lately_and_never_negative() -> None:
+    budget = RetryBudget()
+    for _ in range(1000):
+        budget.count_request(0.0)
+    assert spent(budget, 0.0, 0.2, 10) == 200
+    assert budget.remaining(1.0, 0.1, 10) == 0, "the settings may have changed"
+    assert budget.remaining(1.0, 0.5, 10) == 300
+    later = 2 * BUDGET_WINDOW
+    assert budget.remaining(later, 0.2, 10) == 10
+    budget.count_request(later)
+    assert spent(budget, later, 0.2, 10) == 10
+
+
+@given(st.lists(st.tuples(st.floats(0, 50), st.booleans()), max_size=200))
+def test_retries_never_pass_the_share_or_the_minimum(steps: list[tuple[float, bool]]) -> None:
+    budget, retries = RetryBudget(), 0
+    for requests, (at, fails) in enumerate(sorted(steps), 1):
+        budget.count_request(at)
+        if fails and budget.spend(at, 0.2, 3):
+            retries += 1
+        assert retries <= max(3, 0.2 * requests)
+
+
+NO_PAUSE = RetrySettings(backoff=0.0, backoff_max=0.0)
+
+
+@pytest.mark.parametrize("reached", [True, False])
+async def test_the_budget_is_asked_once_for_each_further_attempt(reached: bool) -> None:
+    asked: list[bool] = []
+
+    def spend() -> bool:
+        asked.append(True)
+        return True
+
+    retries, count = Retries(NO_PAUSE, 3, spend), 1
+    while await retries.granted(reached_node=reached):
+        count += 1
+    # No node has more work by a failure that reached none.
+    assert (count, len(asked)) == (3, 2 if reached else 0)
+
+
+async def test_a_lack_of_budget_is_told_from_the_most_attempts() -> None:
+    for most, spend in ((3, lambda: False), (1, lambda: True)):
+        retries = Retries(NO_PAUSE, most, spend)
+        assert not await retries.granted()
+        assert retries.out_of_budget is (most > 1)
 
 
 @in_virtual_time
-async def test_strangers_do_not_learn_of_pools(tmp_path: Path) -> None:
-    settings = {"listen": {"expose_node": False}}
-    async with two_pools(tmp_path, *several(2), **settings) as proxy:
-        error = (await proxy.ask(headers=AS_LOST, model="demo")).json()["error"]
-        assert "side" not in error["message"]
-        assert error["message"].startswith("The model 'demo' does not exist here.")
+async def test_pauses_double_up_to_the_longest() -> None:
+    retries, pauses = Retries(RetrySettings(backoff=1.0, backoff_max=3.0), 200, lambda: True), []
+    for _ in range(199):
+        began = now()
+        assert await retries.granted()
+        pauses.append(now() - began)
+    assert pauses[0] <= 1.0
+    assert pauses[1] <= 2.0
+    assert 2.0 < max(pauses) <= 3.0
+
+
+# A request is not sent under a lease that may be void by then: it asks for another one.
+
+
+def void_leases(proxy: ProxyOverNodes, *may_start: bool) -> list[int]:
+    """Have these answers given to who is about to send a request, then yes; returns who asks."""
+    asked: list[int] = []
+    answers = list(may_start)
+
+    def answer(lease_id: int) -> bool:
+        asked.append(lease_id)
+        return answers.pop(0) if answers else True
+
+    cast("LocalLeaseService", proxy.app.proxy_context.leases).start_while(answer)
+    return asked
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@in_virtual_time
+async def test_it_goes_under_the_next_lease_and_no_attempt_is_counted(
+    tmp_path: Path, stream: bool
+) -> None:
+    node = EmulatedNode(answer_tokens=5)
+    async with proxy_over(tmp_path, node, retries={"attempts": 1}) as proxy:
+        asked = void_leases(proxy, False, False)
+        answer = await (proxy.stream() if stream else proxy.ask())
+        assert answer.headers["x-gateway-attempts"] == "1"
+        assert len(set(asked)) == 3
+        assert node.requests == 1
+        await proxy.settled()
+        assert proxy.outcomes == [("a", "ok")]
+        (record,) = proxy.finished
+        assert (record.status, record.attempts, record.completion_tokens) == (200, 1, 5)
+        assert proxy.node("a").failures == 0
+        assert proxy.app.scheduler.records == {}
 
 
 @in_virtual_time
-async def test_each_pool_has_its_own_models(tmp_path: Path) -> None:
-    nodes = [EmulatedNode(model="one"), EmulatedNode(model="two")]
-    async with two_pools(tmp_path, *nodes) as proxy:
-        for headers, own, other in ((AS_LEFT, "one", "two"), (AS_RIGHT, "two", "one")):
-            listed = (await proxy.running.client.get("/v1/models", headers=headers)).json()
-            assert [model["id"] for model in listed["data"]] == [own]
-            # The only one there is, for this caller.
-            assert (await proxy.ask(headers=headers)).json()["model"] == own
-            refused = await proxy.ask(headers=headers, model=other)
-            assert refused.status_code == 404
-            assert f"'{other}'" not in refused.json()["error"]["message"].partition("Known here")[2]
+async def test_each_attempt_asks_once_whether_it_may(tmp_path: Path) -> None:
+    async with two_nodes(tmp_path, answer_tokens=5) as (proxy, one, _):
+        asked = void_leases(proxy)
+        one.faults.next("status", status=503)
+        assert (await proxy.ask()).status_code == 200
+        assert len(set(asked)) == len(asked) == 2
 
 
-@in_virtual_time
-async def test_labels_take_effect_when_the_inventory_changes(tmp_path: Path) -> None:
-    async with two_pools(tmp_path, *several(2)) as proxy:
-        assert (await proxy.ask(headers=AS_LEFT)).status_code == 200
-        specs = [
-            {"name": name, "url": node.url, "host": name, "labels": {"side": side}}
-            for (name, node), side in zip(proxy.servers.items(), ("right", "left"), strict=True)
-        ]
-        proxy.running.write_nodes(specs)
-        await proxy.app.reload()
-        proxy.attempts.clear()
-        for _ in range(4):
-            assert (await proxy.ask(headers=AS_LEFT)).status_code == 200
-        assert {attempt.node for attempt in proxy.attempts} == {"b"}
+def test_a_stream_is_resumed_under_the_next_lease_as_it_was_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = 0
+
+    async def plan(post: PostToNode, source: ResumeInput) -> ResumePlan:
+        nonlocal plans
+        plans += 1
+        return await plan_resume(post, source)
+
+    monkeypatch.setattr(resume, "plan_resume", plan)
+
+    @in_virtual_time
+    async def run() -> None:
+        one, two = EmulatedNode(answer_tokens=40), EmulatedNode(answer_tokens=40)
+        async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+            events: list[StreamResumed] = []
+            proxy.app.bus.subscribe(StreamResumed, events.append)
+            whole = await proxy.stream(temperature=0, max_tokens=40)
+            asked = void_leases(proxy, True, False, False, True)
+            one.faults.next("close", after_events=10)
+            reply = await proxy.stream(temperature=0, max_tokens=40)
+            assert reply.text == whole.text
+            assert len(set(asked)) == 4
+            assert [event.resumed_on for event in events] == ["b"]
+            assert plans == 1
+            await proxy.settled()
+            assert [record.attempts for record in proxy.finished] == [1, 2]
+            assert proxy.outcomes[1:] == [("a", "reset"), ("b", "ok")]
+            assert proxy.node("b").failures == 0
+
+    run()

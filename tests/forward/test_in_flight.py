@@ -3,101 +3,68 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from gateway import errors
-from gateway.events import AttemptEnded, RequestRecord
-from gateway.forward.in_flight import InFlightRequest, PrefillProgress
-from gateway.lease import ExpectedReading, GrantedLease, NodeInfo
+from gateway.events import AttemptEnded
+from gateway.forward.in_flight import PrefillProgress
 from gateway.nodes.node import LeasePhase
 from gateway.transport.errors import InvalidResponse
 from tests.api.events import event
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
-from tests.forward.granted_lease import a_proxy_request
-from tests.forward.proxy_over_nodes import ProxyOverNodes, proxy_over
+from tests.forward.granted_lease import a_granted_lease
+from tests.forward.proxy_over_nodes import A_FIRST, proxy_over
 from tests.gateways import until
 from tests.virtual import in_virtual_time
 
 GONE = errors.no_node("The node is being drained.", 3.0)
 
 
-def end(proxy: ProxyOverNodes) -> None:
-    gateway = proxy.app
-    (in_flight,) = gateway.registry
-    if not gateway.scheduler.refuse(in_flight.request.id, GONE):
-        in_flight.cancel(GONE)
-
-
-def phase(proxy: ProxyOverNodes, wanted: LeasePhase) -> Callable[[], bool]:
-    return lambda: any(lease.phase is wanted for lease in proxy.node("a").leases)
-
-
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("state", ["queued", "in prefill", "streaming", "between attempts"])
 @in_virtual_time
-async def test_a_waiting_request_is_cancelled(tmp_path: Path, stream: bool) -> None:
-    async with proxy_over(tmp_path, one := EmulatedNode()) as proxy:
-        gateway = proxy.app
-        proxy.app.fleet.drain("a")
-        task = asyncio.create_task(proxy.ask(stream=stream))
-        await until(lambda: len(gateway.scheduler.queue_positions()) == 1)
-        end(proxy)
-        reply = await task
-        assert (reply.status_code, reply.headers["x-gateway-reason"]) == (503, "no_node")
-        assert reply.headers["retry-after"] == "3"
-        assert proxy.attempts == []
-        assert one.requests == 0
-
-
-@in_virtual_time
-async def test_a_request_in_prefill_is_cancelled(tmp_path: Path) -> None:
-    async with proxy_over(tmp_path, EmulatedNode(prefill_tps=20)) as proxy:
-        task = asyncio.create_task(proxy.stream())
-        await until(phase(proxy, LeasePhase.PREFILL))
-        end(proxy)
-        reply = await task
-        assert (reply.status, reply.headers["x-gateway-reason"]) == (503, "no_node")
-        assert proxy.outcomes == [("a", "cancelled")]
-        assert proxy.node("a").failures == 0
-        # The slot is held until the node has freed it.
-        assert proxy.node("a").leased == 1
-
-
-@in_virtual_time
-async def test_a_streaming_request_is_cancelled(tmp_path: Path) -> None:
+async def test_a_request_is_cancelled_while_it_is(tmp_path: Path, state: str) -> None:
     one = EmulatedNode(decode_tps=50, answer_tokens=1000)
-    async with proxy_over(tmp_path, one) as proxy:
+    retries = {"backoff": 5.0, "backoff_max": 5.0}
+    async with proxy_over(tmp_path, one, EmulatedNode(), nodes=A_FIRST, retries=retries) as proxy:
+        registry, scheduler = proxy.app.registry, proxy.app.scheduler
+        if state == "queued":
+            proxy.app.fleet.drain("a")
+            proxy.app.fleet.drain("b")
+        if state == "in prefill":
+            one.engine.prefill_tps = 20
+        if state == "between attempts":
+            one.faults.set("status", status=429)
         task = asyncio.create_task(proxy.stream())
-        await until(phase(proxy, LeasePhase.DECODE))
-        end(proxy)
-        end(proxy)
+        phases = {"in prefill": LeasePhase.PREFILL, "streaming": LeasePhase.DECODE}
+
+        def is_reached() -> bool:
+            if state in phases:
+                return any(lease.phase is phases[state] for lease in proxy.node("a").leases)
+            return bool(scheduler.queue_positions() or proxy.attempts)
+
+        await until(is_reached)
+        for _ in range(2):  # the second time means nothing
+            (in_flight,) = registry
+            if not scheduler.refuse(in_flight.request.id, GONE):
+                in_flight.cancel(GONE)
         reply = await task
-        assert [error["code"] for error in reply.errors] == ["no_node"]
-        assert proxy.finished == [] or proxy.finished[-1].status == 503
+        if state == "streaming":
+            assert [error["code"] for error in reply.errors] == ["no_node"]
+        else:
+            assert (reply.status, reply.headers["x-gateway-reason"]) == (503, "no_node")
+            assert reply.headers["retry-after"] == "3"
+        outcomes = {"queued": [], "between attempts": ["busy"]}
+        assert [kind for _, kind in proxy.outcomes] == outcomes.get(state, ["cancelled"])
+        if state == "in prefill":  # the slot is held until the node has freed it
+            assert proxy.node("a").leased == 1
         await proxy.settled()
         assert proxy.finished[-1].status == 503
-        assert proxy.outcomes == [("a", "cancelled")]
-        assert proxy.node("a").failures == 0
-
-
-@in_virtual_time
-async def test_a_request_that_waits_for_its_retry_is_cancelled(tmp_path: Path) -> None:
-    one = EmulatedNode()
-    retries = {"backoff": 5.0, "backoff_max": 5.0}
-    async with proxy_over(tmp_path, one, retries=retries) as proxy:
-        one.faults.set("status", status=429)
-        task = asyncio.create_task(proxy.ask())
-        await until(lambda: len(proxy.attempts) == 1)
-        end(proxy)
-        reply = await task
-        assert reply.status_code == 503
-        assert len(proxy.attempts) == 1
+        assert proxy.servers["b"].requests == proxy.node("a").failures == 0
 
 
 @in_virtual_time
@@ -161,23 +128,7 @@ def test_progress_events_are_removed_and_all_others_pass() -> None:
         PrefillProgress().strip_progress(b'data: {"prompt_progress":\n\n')
 
 
-def test_without_an_attempt_nothing_is_known() -> None:
-    request, progress = a_proxy_request(), PrefillProgress()
-    record = RequestRecord("a", request.path)
-    waiting = InFlightRequest(request, record, prefill_progress=progress)
-    assert waiting.prefill_status(1.0) is None
-
-
 # What its node has read of a prompt.
-
-
-@dataclass
-class Reading:
-    """An attempt that reads a prompt of 1000 tokens."""
-
-    lease: GrantedLease
-    request: SimpleNamespace
-    last_content_at: float | None = None
 
 
 @each_case(
@@ -193,12 +144,12 @@ class Reading:
 def test_what_was_read_is_what_the_node_said_last(
     reports: list[tuple[int, int]], content: bool, read: tuple[int, int] | None
 ) -> None:
-    node = NodeInfo("a", "cpu", "llama.cpp", None, None, None, None, None, ())
-    lease = GrantedLease(1, node, "demo", "demo", True, ExpectedReading(0, None, 60.0))
-    request = SimpleNamespace(lease_request=SimpleNamespace(size=SimpleNamespace(slots=1)))
-    api = SimpleNamespace(progress_fields={}, progress_replaces_event=False)
-    attempt, progress = cast("Any", Reading(lease, request)), PrefillProgress()
-    progress.begin_attempt(attempt, cast("Any", api), b"{}")
+    size = SimpleNamespace(lease_request=SimpleNamespace(size=SimpleNamespace(slots=1)))
+    lease = a_granted_lease(grace=60.0)
+    attempt: Any = SimpleNamespace(lease=lease, request=size, last_content_at=None)
+    api: Any = SimpleNamespace(progress_fields={}, progress_replaces_event=False)
+    progress = PrefillProgress()
+    progress.begin_attempt(attempt, api, b"{}")
     for done, cached in reports:
         figures = {"processed": done, "total": 1000, "cache": cached}
         progress.strip_progress(event({"prompt_progress": figures}))

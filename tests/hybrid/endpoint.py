@@ -15,8 +15,7 @@ from typing import Any, Self
 from tests.virtual import now
 
 SOME_WORDS = ("one ", "two ", "three ", "four ", "five ", "six ", "seven ", "eight ")
-ROUND_TRIP = 0.001
-"""Seconds that a refusal takes; none comes at once."""
+ROUND_TRIP = 0.001  # seconds that a refusal takes; none comes at once
 
 
 class Endpoint:
@@ -31,30 +30,22 @@ class Endpoint:
         *,
         places: int = 1000,
         refuse: bool = False,
-        retry_after: str | None = None,
         first: float = 0.0,
         token: float = 0.0,
         tokens: int = 4,
         done: bool = True,
         finishes: bool = True,
     ) -> None:
-        self.key = "secret"
-        self.model = "org/Model-7B-Instruct"
+        self.key, self.model = "secret", "org/Model-7B-Instruct"
         self.refuse = refuse
-        self.retry_after = retry_after
-        self.first = first
-        self.token = token
-        self.tokens = tokens
+        self.first, self.token, self.tokens = first, token, tokens
         self.done = done  # whether streams end with `[DONE]`
         self.finishes = finishes  # and say why they ended
         self.seen: list[dict[str, Any]] = []
         self.statuses: Counter[int] = Counter()
         self.paths: Counter[str] = Counter()
         self.refused_at: list[float] = []
-        self.came_at: list[float] = []
-        self.running = 0
-        self.peak = 0
-        self.port = 0
+        self.running = self.peak = self.port = 0
         self._places = asyncio.Semaphore(places)
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -128,7 +119,6 @@ class Endpoint:
 
     async def _chat(self, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
         self.seen.append(body)
-        self.came_at.append(now())
         if body["model"] != self.model:
             message = f"The model `{body['model']}` does not exist."
             self._answer(writer, 404, _error(message, "model_not_found"))
@@ -136,8 +126,7 @@ class Endpoint:
         if self.refuse and self._places.locked():
             await asyncio.sleep(ROUND_TRIP)
             self.refused_at.append(now())
-            more = {} if self.retry_after is None else {"Retry-After": self.retry_after}
-            self._answer(writer, 429, _error("Rate limit reached", "rate_limit_exceeded"), more)
+            self._answer(writer, 429, _error("Rate limit reached", "rate_limit_exceeded"))
             return
         async with self._places:
             self.running += 1
@@ -178,18 +167,13 @@ class Endpoint:
             _chunk(writer, b"data: [DONE]\n\n")
         writer.write(b"0\r\n\r\n")
 
-    def _answer(
-        self,
-        writer: asyncio.StreamWriter,
-        status: int,
-        value: dict[str, Any],
-        more: dict[str, str] | None = None,
-    ) -> None:
+    def _answer(self, writer: asyncio.StreamWriter, status: int, value: dict[str, Any]) -> None:
         self.statuses[status] += 1
         data = json.dumps(value).encode()
-        fields = {"Content-Type": "application/json", "Content-Length": len(data), **(more or {})}
-        lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-        writer.write(f"HTTP/1.1 {status} Whatever\r\n{lines}\r\n".encode() + data)
+        head = (
+            b"HTTP/1.1 %d Whatever\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        )
+        writer.write(head % (status, len(data)) + data)
 
 
 def _error(message: str, code: str) -> dict[str, Any]:

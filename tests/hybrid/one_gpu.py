@@ -6,7 +6,6 @@ middle, first without the GPU, then with it under several settings. Every run ge
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import re
@@ -41,6 +40,7 @@ MINUTES, RUSH = 6.0, (0.3, 0.5)
 CALM_RATE, RUSH_RATE = 0.55, 2.0
 """Requests a second; ten nodes do some 0.9."""
 PREMIUM = 0.1
+SEED = 1
 
 SPILL = {"after": "10s", "classes": ["normal"], "share": 1}
 RUNS: dict[str, tuple[bool, dict[str, Any]]] = {
@@ -74,13 +74,13 @@ class Served:
     whole: float
 
 
-def chats(minutes: float, seed: int) -> Iterator[Chat]:
+def chats() -> Iterator[Chat]:
     """Poisson arrivals of exponential lengths."""
-    rng, at = random.Random(seed), 0.0
+    rng, at = random.Random(SEED), 0.0
     while True:
-        rush = RUSH[0] <= at / 60 / minutes < RUSH[1]
+        rush = RUSH[0] <= at / 60 / MINUTES < RUSH[1]
         at += rng.expovariate(RUSH_RATE if rush else CALM_RATE)
-        if at >= minutes * 60:
+        if at >= MINUTES * 60:
             return
         priority = "premium" if rng.random() < PREMIUM else "normal"
         prompt = 20 + int(rng.expovariate(1 / (PROMPT - 20)))
@@ -89,42 +89,32 @@ def chats(minutes: float, seed: int) -> Iterator[Chat]:
 
 
 def answer_tokens(prompt: str) -> int:
-    """The length that the prompt asks for."""
     found = re.findall(r"answer of (\d+)", prompt)
     return int(found[-1]) if found else ANSWER
 
 
 def emulated(speeds: dict[str, Any]) -> EmulatedNode:
-    return EmulatedNode(
-        prefill_stalls=True, cache_ram=1 << 16, answer_tokens=answer_tokens, **speeds
-    )
+    usual: dict[str, Any] = {
+        "prefill_stalls": True,
+        "cache_ram": 1 << 16,
+        "answer_tokens": answer_tokens,
+    }
+    return EmulatedNode(**usual, **speeds)
 
 
 async def ask(client: httpx.AsyncClient, number: int, chat: Chat) -> Served:
-    """Send it at its time."""
     await asyncio.sleep(chat.at)
     began, first = now(), 0.0
     text = f"{number} " + "word " * chat.prompt + f"an answer of {chat.answer}"
-    body = {
-        "model": "demo",
-        "messages": [{"role": "user", "content": text}],
-        "max_tokens": LONGEST,
-        "stream": True,
-    }
+    messages = [{"role": "user", "content": text}]
+    body = {"model": "demo", "messages": messages, "max_tokens": LONGEST, "stream": True}
     headers = {"X-Priority": chat.priority}
     async with client.stream("POST", "/v1/chat/completions", json=body, headers=headers) as reply:
         async for chunk in reply.aiter_raw():
             if not first and b'"content":"' in chunk:
                 first = now() - began
-    told = reply.headers
-    return Served(
-        chat,
-        reply.status_code,
-        told.get("x-gateway-tier", ""),
-        told.get("x-gateway-fallback", ""),
-        first,
-        now() - began,
-    )
+    tier, fallback = (reply.headers.get(f"x-gateway-{name}", "") for name in ("tier", "fallback"))
+    return Served(chat, reply.status_code, tier, fallback, first, now() - began)
 
 
 async def play(
@@ -170,7 +160,7 @@ def p95(values: list[float]) -> float:
     return quantiles(values, n=20)[-1] if len(values) > 1 else values[0]
 
 
-def row(name: str, served: list[Served], view: dict[str, Any], minutes: float) -> str:
+def row(name: str, served: list[Served], view: dict[str, Any]) -> str:
     """One line of the table for each class."""
     lines = []
     on_gpu = [one for one in served if one.tier == "gpu"]
@@ -188,27 +178,20 @@ def row(name: str, served: list[Served], view: dict[str, Any], minutes: float) -
     spilled = sum(one.fallback in {"cpu_wait", "cpu_down"} for one in served)
     lines.append(
         f"{name}: {spilled} spilled, for {spill.get('paid', 0):.4f}; the GPU wrote "
-        f"{tokens / minutes / 60:.1f} tokens/s"
+        f"{tokens / MINUTES / 60:.1f} tokens/s"
     )
     return "\n".join(lines)
 
 
 @in_virtual_time
 async def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="of the fleet's time")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", choices=RUNS, action="append", help="of the runs")
-    options = parser.parse_args()
-    arrivals = list(chats(options.minutes, options.seed))
+    arrivals = list(chats())
     print("| setting | class | requests | TTFT p95 | completion | p95 | on the GPU | failed |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for name in options.only or RUNS:
-        gpu, hybrid = RUNS[name]
+    for name, (gpu, hybrid) in RUNS.items():
         with tempfile.TemporaryDirectory() as folder:
             served, view = await play(Path(folder), arrivals, gpu=gpu, hybrid=hybrid)
-        print(row(name, served, view, options.minutes), flush=True)
+        print(row(name, served, view), flush=True)
 
 
 if __name__ == "__main__":
