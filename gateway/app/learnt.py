@@ -1036,7 +1036,8 @@ class Decisions(Section):
             if not row.is_full or any(_runs(one, clock) for one in row.decisions)
         ]
         for row in rows:
-            yield row.key, None, (shift, [(_letter(one), _told(one)) for one in row.decisions])
+            told = [(type(one).__name__[0].lower(), _told(one)) for one in row.decisions]
+            yield row.key, None, (shift, told)
 
     def _put(self, one: Decision, shift: float) -> None:
         if not self._rows or self._rows[-1].is_full:
@@ -1073,10 +1074,6 @@ _SOME = "s"
 # By the first letter of the key of a row that holds one.
 _KINDS: Mapping[str, type[Decision]] = {"g": Grant, "q": Queueing, "r": Refusal}
 _RowValue = tuple[float, list[tuple[str, msgspec.Raw]]]
-
-
-def _letter(one: Decision) -> str:
-    return type(one).__name__[0].lower()
 
 
 def _runs(one: Decision, clock: float) -> bool:

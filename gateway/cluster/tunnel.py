@@ -454,9 +454,12 @@ class Tunnels:
 def _keep_alive(far: asyncio.StreamWriter) -> None:
     """Have the system notice within some ten seconds that the other machine has vanished."""
     sock = far.get_extra_info("socket")
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEPT_ALIVE.items():
-        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    if sock is None:
+        return  # The other side has gone already, which ends the tunnel.
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEPT_ALIVE.items():
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 _KEPT_ALIVE = {
