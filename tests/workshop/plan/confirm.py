@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from gateway.workshop.plan.search import FleetOption, TimeLimit
 from gateway.workshop.simulate.report import Percentiles
@@ -70,12 +75,30 @@ async def confirm_batch(team: Team, option: FleetOption, lines: int, found: list
     found += compared("completion", trial.completion, seen.completion)
 
 
+def draw(path: Path, results: Mapping[str, Sequence[Compared]]) -> None:
+    """Draw the figures of each team as pairs of bars."""
+    figure = Figure(figsize=(9, 2.6), dpi=90, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(results), squeeze=False)[0]
+    for axes, (team, found) in zip(panels, results.items(), strict=True):
+        places = range(len(found))
+        axes.bar([place - 0.2 for place in places], [one.planned for one in found], 0.4)
+        axes.bar([place + 0.2 for place in places], [one.seen for one in found], 0.4)
+        axes.set_xticks(list(places), [one.name.replace(" ", "\n") for one in found], fontsize=6)
+        axes.set_title(team, fontsize=9)
+        axes.grid(axis="y", alpha=0.3)
+    panels[0].set_ylabel("seconds")
+    figure.legend(["planned", "emulated fleet"], loc="outside lower center", ncols=2, fontsize=8)
+    figure.savefig(path)
+
+
 def main() -> int:
     """Confirm all teams."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lines", type=int, default=2500, help="of the batch")
+    parser.add_argument("--plot", type=Path, help="a picture of all figures")
     given = parser.parse_args()
-    results: list[Compared] = []
+    results: dict[str, list[Compared]] = {}
     for team in teams():
         began = time.monotonic()
         option = team.plan()
@@ -84,14 +107,15 @@ def main() -> int:
         print(f"  plan: {option.name}, used to {option.use:.0%}, {price.month:,.0f} a month")
         if option.trial is not None and team.backlog:
             print(f"  all done in {option.trial.seconds / 3600:.2f} h")
-        found: list[Compared] = []
+        found = results[team.name] = []
         if team.backlog is None:
             confirm_online(team, option, found)
         else:
             confirm_batch(team, option, given.lines, found)
-        results += found
         print(f"  ({time.monotonic() - began:.0f} s of real time)", flush=True)
-    good = all(abs(one.off) <= TOLERANCE for one in results)
+    if given.plot is not None:
+        draw(given.plot, results)
+    good = all(abs(one.off) <= TOLERANCE for found in results.values() for one in found)
     print("all within 15 %" if good else "NOT all within 15 %")
     return 0 if good else 1
 
