@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
+from gateway.cli.client import named_store
+from gateway.config.settings import Settings
 from gateway.store.copying import RESTORED
 from tests.cli.running import Ran, output, refusal, run, run_process
 from tests.cli.test_reports import filled, settings_of
@@ -66,6 +68,17 @@ def test_a_store_moves_to_postgresql_and_back_and_no_password_is_shown(
 async def ran(*arguments: str) -> Ran:
     """The command in a process of its own, beside the gateway that serves here."""
     return await asyncio.to_thread(run_process, arguments)
+
+
+def test_a_store_that_was_moved_away_is_the_installed_gateways(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("STATE_DIRECTORY", raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "users"))
+    folder = tmp_path / "unit"
+    assert named_store(Settings(), folder).path == tmp_path / "users/llama-gateway/gateway.db"
+    folder.mkdir()
+    assert named_store(Settings(), folder).path == folder / "gateway.db"
 
 
 async def test_a_batch_of_a_running_gateway_is_restored_paused_and_runs_when_resumed(
