@@ -120,6 +120,7 @@ def test_the_rights_of_a_key_are_stored_and_changed_one_by_one(alone: Path) -> N
         *("--unset", "tpm,expires,user-rpm", "--cache-nodes", "zone=c", "--no-cache-hide"),
     )
     assert ran.out.startswith(f"b (id {before['id']}): at most class urgent; models c, ")
+    assert "; concurrency 6; cache: hide no, isolate key, nodes zone=c, prompt_cache no" in ran.out
     after = shown("b")
     assert (after["id"], after["created_at"]) == (before["id"], before["created_at"])
     assert (after["max_class"], after["expires"], after["user_limits"]) == ("urgent", None, None)
