@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import pytest
+import structlog
 from sqlalchemy import Connection, insert, select
 
 from gateway.callers.ledger import (
@@ -59,7 +60,7 @@ from tests.gateways import until
 from tests.lease_requests import a_lease_request
 from tests.nodes.build import Clock
 from tests.store.stores import opened
-from tests.virtual import in_virtual_time
+from tests.virtual import in_virtual_time, now
 
 T = TypeVar("T")
 
@@ -177,6 +178,35 @@ async def test_a_batch_is_written_once_though_nobody_knows_whether_it_was(store_
         assert len({row["sequence"] for row in rows}) == 6
         assert [row["id"] for row in await world.all(open_requests)] == ["o1"]
         assert (ledger.worker.problem, ledger.written) == (None, 6)
+
+
+@in_virtual_time
+async def test_a_store_that_is_away_is_told_of_once_though_there_is_nothing_to_write() -> None:
+    class ReadlessStore:
+        """Fails from a look for dead processes on."""
+
+        is_away = False
+
+        async def run(self, job: Any, /, *, write: bool = True) -> Any:
+            self.is_away = self.is_away or (now() > 1001.0 and not write)
+            if self.is_away:
+                raise StoreUnavailable("gone", "wait")
+            return []
+
+    own = ProcessIdentity("p.0", "host", 1, NOW)
+    store = ReadlessStore()
+    ledger = Ledger(cast("Any", store), own, lambda: NOW, now, lambda *_: ())
+    problems: list[str | None] = []
+    with structlog.testing.capture_logs() as logs:
+        task = asyncio.create_task(ledger.worker.run())
+        for _ in range(600):
+            await asyncio.sleep(0.1)
+            if store.is_away:
+                problems.append(ledger.worker.problem)
+    task.cancel()
+    assert len(problems) > 100
+    assert set(problems) == {"gone; wait"}
+    assert [one["event"] for one in logs] == ["usage waits for the store"]
 
 
 async def test_a_row_that_no_store_takes_does_not_hold_up_the_others(store_url: str) -> None:
