@@ -61,3 +61,11 @@ async def recorded(running: Running, count: int) -> None:
     ledger = running.gateway.ledger
     assert ledger is not None
     await until(lambda: ledger.written >= count)
+
+
+async def own_usage(running: Running, key: Any = None, path: str = "", **headers: str) -> Any:
+    """What a caller is told of its own use; `path`: behind `/v1/usage`."""
+    sent = headers if key is None else bearer(key, **headers)
+    response = await running.client.get(f"/v1/usage{path}", headers=sent)
+    assert response.status_code == 200, response.text
+    return response.json()

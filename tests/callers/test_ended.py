@@ -15,9 +15,17 @@ from gateway.callers.ended import EndedReader, parse_ended_query, rows_of_name
 from gateway.callers.reports import InvalidQuery
 from gateway.store.store import Store
 from tests.callers.ledger_rows import DAY, NOON, a_row, add_rows
-from tests.callers.metered_gateway import ALICE, CHAT, VIP, bearer, chat, metered_gateway, recorded
+from tests.callers.metered_gateway import (
+    ALICE,
+    CHAT,
+    VIP,
+    bearer,
+    chat,
+    metered_gateway,
+    own_usage,
+    recorded,
+)
 from tests.each_case import each_case
-from tests.gateways import Running
 
 NAMES = {"k1": "web", "k2": "web", "k3": "night"}
 
@@ -166,13 +174,6 @@ def test_questions_that_make_no_sense_are_refused(given: dict[str, str], paramet
 PATH = "/v1/usage/requests"
 
 
-async def asked(running: Running, key: Any = None, question: str = "", **headers: str) -> Any:
-    sent = headers if key is None else bearer(key, **headers)
-    response = await running.client.get(f"{PATH}{question}", headers=sent)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
 async def test_callers_see_their_own_requests_and_no_others(tmp_path: Path) -> None:
     async with metered_gateway(tmp_path) as running:
         await chat(running, ALICE, **{"X-Request-ID": "mine-1"})
@@ -182,7 +183,7 @@ async def test_callers_see_their_own_requests_and_no_others(tmp_path: Path) -> N
         await chat(running, CHAT, **{"X-User-Id": "eve"})
         await chat(running)
         await recorded(running, 6)
-        found = await asked(running, ALICE)
+        found = await own_usage(running, ALICE, "/requests")
         latest, first = found["requests"]
         assert (found["object"], found["next"], found["complete"]) == ("list", None, True)
         assert (first["client_request_id"], latest["client_request_id"]) == ("mine-1", None)
@@ -197,16 +198,16 @@ async def test_callers_see_their_own_requests_and_no_others(tmp_path: Path) -> N
         jsonschema.validate(found, answer["schema"] | {"components": document["components"]})
         assert set(found) == set(answer["schema"]["properties"])
 
-        both = await asked(running, CHAT)
+        both = await own_usage(running, CHAT, "/requests")
         assert [row["user"] for row in both["requests"]] == ["eve", "bob"]
-        bob = await asked(running, CHAT, "?user=bob")
+        bob = await own_usage(running, CHAT, "/requests?user=bob")
         assert [row["user"] for row in bob["requests"]] == ["bob"]
-        eve = await asked(running, CHAT, **{"X-User-Id": "eve"})
+        eve = await own_usage(running, CHAT, "/requests", **{"X-User-Id": "eve"})
         assert [row["user"] for row in eve["requests"]] == ["eve"]
-        assert len((await asked(running))["requests"]) == 1
+        assert len((await own_usage(running, path="/requests"))["requests"]) == 1
         # What an operator may filter by leads to nothing of others.
         for question in ("?key=vip", "?key=alice&node=cpu-a", "?group=team", "?outcome=failed"):
-            rows = (await asked(running, VIP, question))["requests"]
+            rows = (await own_usage(running, VIP, f"/requests{question}"))["requests"]
             assert [row["client_request_id"] for row in rows] == ["theirs"], question
         # No question was a request.
         ledger = running.gateway.ledger
@@ -231,7 +232,7 @@ async def test_hidden_figures_and_a_missing_store_are_told_as_such(tmp_path: Pat
     async with metered_gateway(tmp_path, cache={"hide": True}) as running:
         await chat(running, ALICE)
         await recorded(running, 1)
-        [row] = (await asked(running, ALICE))["requests"]
+        [row] = (await own_usage(running, ALICE, "/requests"))["requests"]
         assert row["cached_tokens"] is None
         assert row["prompt_tokens"] > 0
     async with metered_gateway(tmp_path, store={"url": "off"}) as running:

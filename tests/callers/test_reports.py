@@ -63,9 +63,16 @@ from gateway.store.store import Store
 from gateway.terms import Caller, Priority
 from tests.callers.build import FlakyStore
 from tests.callers.ledger_rows import DAY, NOON, a_row, add_rows, count_rows, made_up_rows
-from tests.callers.metered_gateway import ALICE, CHAT, bearer, chat, metered_gateway, recorded
+from tests.callers.metered_gateway import (
+    ALICE,
+    CHAT,
+    bearer,
+    chat,
+    metered_gateway,
+    own_usage,
+    recorded,
+)
 from tests.each_case import each_case
-from tests.gateways import Running
 from tests.store.stores import opened
 from tests.virtual import in_virtual_time, now
 
@@ -391,13 +398,6 @@ def test_of_too_many_requests_a_shorter_time_is_told(connection: Connection) -> 
 # `GET /v1/usage`: what a caller learns of itself, and nothing of others.
 
 
-async def usage(running: Running, key: Any = None, path: str = "", **headers: str) -> Any:
-    sent = headers if key is None else bearer(key, **headers)
-    response = await running.client.get(f"/v1/usage{path}", headers=sent)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
 async def test_callers_see_their_own_figures_and_what_is_left(tmp_path: Path) -> None:
     async with metered_gateway(tmp_path) as running:
         for _ in range(3):
@@ -406,7 +406,7 @@ async def test_callers_see_their_own_figures_and_what_is_left(tmp_path: Path) ->
             await chat(running, CHAT, **{"X-User-Id": user})
         await chat(running)
         await recorded(running, 6)
-        alice = await usage(running, ALICE)
+        alice = await own_usage(running, ALICE)
         assert (alice["key"], alice["name"], alice["group"]) == ("alice", "Alice", "team")
         today, month = alice["today"], alice["month"]
         assert today["requests"] == month["requests"] == month["models"][0]["requests"] == 3
@@ -419,12 +419,12 @@ async def test_callers_see_their_own_figures_and_what_is_left(tmp_path: Path) ->
         assert limits["budget"]["used"] == pytest.approx(month["cost"])
         assert limits["budget"]["resets_at"].endswith("-01T00:00:00Z")
         for user, requests in (("", 2), ("bob", 1), ("nobody", 0)):
-            found = await usage(running, CHAT, f"?user={user}" if user else "")
+            found = await own_usage(running, CHAT, f"?user={user}" if user else "")
             assert (found["user"], found["today"]["requests"]) == (user or None, requests)
-        eve = await usage(running, CHAT, **{"X-User-Id": "eve"})
+        eve = await own_usage(running, CHAT, **{"X-User-Id": "eve"})
         assert (eve["user"], eve["today"]["requests"]) == ("eve", 1)
         assert [(one["of"], one["used"]) for one in eve["limits"]] == [("user", 1)]
-        anyone = await usage(running)
+        anyone = await own_usage(running)
         assert (anyone["key"], anyone["today"]["requests"]) == ("anonymous:127.0.0.1", 1)
         response = await running.client.get("/v1/usage?user=bob", headers=bearer(ALICE))
         assert response.status_code == 400
@@ -495,12 +495,12 @@ async def test_cached_figures_can_be_hidden_and_limits_need_no_store(tmp_path: P
     async with metered_gateway(tmp_path, cache={"hide": True}) as running:
         await chat(running, ALICE)
         await recorded(running, 1)
-        told = await usage(running, ALICE)
+        told = await own_usage(running, ALICE)
         for figures in (told["today"], told["month"], told["month"]["models"][0]):
             assert (figures["requests"], figures["cached_tokens"]) == (1, None)
     async with metered_gateway(tmp_path, store={"url": "off"}) as running:
         await chat(running, ALICE)
-        told = await usage(running, ALICE)
+        told = await own_usage(running, ALICE)
         assert (told["today"], told["month"], told["reason"]) == (None, None, NO_STORE)
         assert told["limits"][0]["used"] == 1
 
