@@ -289,6 +289,9 @@ HEAD = Target(
                 _POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
                 _POST + b" Folded: 1\r\nA : b\r\n\r\n",
                 b"CONNECT a:1 HTTP/1.1\r\nHost: a\r\n\r\n",
+                # What follows a head that is known: its second half, and one that is in a field.
+                *((_POST + _KEY + _LENGTH) * 2 + (_POST + _KEY + _LENGTH)[at:] for at in (1, 30)),
+                _POST + _KEY + b"X-Rest: " + _POST + _LENGTH + _POST + _LENGTH,
             )
         )
     ),
