@@ -62,9 +62,10 @@ class RawConnection:
 
 
 @asynccontextmanager
-async def raw_connection(url: str) -> AsyncIterator[RawConnection]:
-    parts = urlsplit(url)
-    reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=1 << 24)
+async def raw_connection(url: str, **options: Any) -> AsyncIterator[RawConnection]:
+    """A connection to this host and port; `options`: those of `asyncio.open_connection`."""
+    to = urlsplit(url)
+    reader, writer = await asyncio.open_connection(to.hostname, to.port, limit=1 << 24, **options)
     wire = RawConnection(reader, writer)
     try:
         yield wire

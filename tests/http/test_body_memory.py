@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from gateway.callers.fair_share import FairShare
 from gateway.callers.keys import new_key
@@ -79,49 +79,20 @@ def test_small_bodies_count_for_no_caller() -> None:
     assert not full.allocate_small(1, most)
 
 
-LIMITS = LimitSettings(body_timeout=5.0, body_rate=1000)
-
-
-def posted(pieces: list[bytes], *headers: tuple[bytes, bytes], stalls: bool = False) -> Request:
-    left = list(pieces)
-
-    async def receive() -> dict[str, Any]:
-        if not left and stalls:
-            await asyncio.Event().wait()
-        if not left:
-            return {"type": "http.disconnect"}
-        body = left.pop(0)
-        return {"type": "http.request", "body": body, "more_body": bool(left) or stalls}
-
-    return Request({"type": "http", "method": "POST", "headers": list(headers)}, receive)
-
-
-async def read(asked: Request, most: int = 1 << 30, limits: LimitSettings = LIMITS) -> list[bytes]:
-    return [one async for one in body_parts(asked, limits, most, lambda: body_too_large(most))]
-
-
 async def test_small_pieces_come_in_parts_of_some_size() -> None:
     pieces = [bytes([number % 256]) * 1000 for number in range(600)]
-    parts = await read(posted(pieces))
+    left = iter([*pieces, b""])
+
+    async def receive() -> dict[str, Any]:
+        body = next(left)
+        return {"type": "http.request", "body": body, "more_body": bool(body)}
+
+    asked = Request({"type": "http", "method": "POST", "headers": []}, receive)
+    most = 1 << 30
+    found = body_parts(asked, LimitSettings(), most, lambda: body_too_large(most))
+    parts = [part async for part in found]
     assert b"".join(parts) == b"".join(pieces)
     assert [len(part) >= PART_BYTES for part in parts] == [True, True, False]
-    assert await read(posted([b""])) == []
-
-
-async def test_a_body_that_is_too_large_ends_where_it_exceeds_the_limit() -> None:
-    assert await read(posted([b"x" * 10]), most=10) == [b"x" * 10]
-    with pytest.raises(GatewayError) as refused:
-        await read(posted([b"x" * 11]), most=10)
-    assert refused.value.status == 413
-
-
-async def test_a_body_that_stalls_is_refused_and_one_that_is_left_ends() -> None:
-    limits = LimitSettings(body_timeout=0.05, body_rate=1 << 20)
-    with pytest.raises(GatewayError) as refused:
-        await read(posted([b"x"], stalls=True), limits=limits)
-    assert refused.value.status == 408
-    with pytest.raises(ClientDisconnect):
-        await read(posted([]))
 
 
 A, B, WEB = new_key(), new_key(), new_key()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,11 +20,11 @@ from gateway.app.handover import open_listeners
 from gateway.app.startup import StartError
 from gateway.callers.keys import new_key
 from gateway.config.listeners import LimitSettings
-from gateway.http.certificates import CertificateError, ServerCertificate, load_certificate
+from gateway.http.certificates import load_certificate
 from gateway.http.listener import Listener, bind_socket
 from gateway.http.protocol import protocol_class
 from tests.emulator import EmulatedNode
-from tests.emulator.raw_connection import RawConnection
+from tests.emulator.raw_connection import raw_connection
 from tests.gateways import NO_TLS, running_gateway, until
 from tests.http.authority import issue, shown, trusting
 from tests.transport.raw import Peer, always, raw_server
@@ -61,20 +61,13 @@ async def test_the_public_listener_can_use_tls(
             assert reply.status_code == 200
             reply = await client.post(url, json={**HELLO, "padding": "x" * 1_500_000})
             assert reply.status_code == 413
-        port = int(gate.url.rpartition(":")[2])
         for data, status in ((b"POST /v1", 408), (b"garbage\r\n\r\n", 400)):
-            reader, writer = await asyncio.open_connection(
-                "127.0.0.1", port, ssl=trusting(authority)
-            )
-            wire = RawConnection(reader, writer)
-            await wire.send(data)
-            assert (await answer(wire)).status == status
-            await wire.leave()
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(request())
-        async with asyncio.timeout(30.0):
-            await reader.read()  # plain HTTP is closed
-        writer.close()
+            async with raw_connection(gate.url, ssl=trusting(authority)) as wire:
+                await wire.send(data)
+                assert (await answer(wire)).status == status
+        async with raw_connection(gate.url) as wire:
+            await wire.send(request())
+            await wire.rest()  # plain HTTP is closed
         await gate.all_disconnected()
 
 
@@ -173,11 +166,10 @@ async def test_a_listener_knows_its_url(host: str, url: str) -> None:
 
 @in_virtual_time
 async def test_an_idle_connection_is_closed_in_time(tmp_path: Path) -> None:
-    async with public(tmp_path, {"listen": {"keep_alive": 1}}) as gate:
-        reader, writer = await asyncio.open_connection(
-            "127.0.0.1", int(gate.url.rpartition(":")[2])
-        )
-        wire = RawConnection(reader, writer)
+    async with (
+        public(tmp_path, {"listen": {"keep_alive": 1}}) as gate,
+        raw_connection(gate.url) as wire,
+    ):
         for _ in range(2):
             await wire.send(request({**HELLO, "max_tokens": 1}))
             assert (await answer(wire)).status == 200
@@ -185,7 +177,6 @@ async def test_an_idle_connection_is_closed_in_time(tmp_path: Path) -> None:
         began = now()
         assert await wire.rest() == b""
         assert now() - began == pytest.approx(0.9)
-        await wire.leave()
 
 
 async def _nothing(scope: object, receive: object, send: object) -> None:
@@ -213,13 +204,11 @@ def port_of(url: str) -> int:
     return int(url.rpartition(":")[2])
 
 
-@asynccontextmanager
-async def shown_as(url: str, authority: trustme.CA, name: str) -> AsyncIterator[None]:
+async def until_shown(url: str, authority: trustme.CA, name: str) -> None:
     """Wait until new connections are shown the certificate of this name."""
     async with asyncio.timeout(30):
         while await shown(port_of(url), authority) != name:  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.05)
-    yield
 
 
 def connection_of(response: httpx.Response) -> object:
@@ -243,12 +232,10 @@ async def test_both_listeners_show_a_renewed_certificate_and_drop_no_connection(
         assert await shown(port_of(running.url), authority) == "public-1"
         issue(authority, tmp_path / "public", "public-2")
         issue(authority, tmp_path / "admin", "admin-2")
-        async with (
-            shown_as(running.url, authority, "public-2"),
-            shown_as(running.admin_url, authority, "admin-2"),
-        ):
-            reply = await public.post("/v1/chat/completions", json=SHORT)
-            status = await admin.get("/admin/status")
+        await until_shown(running.url, authority, "public-2")
+        await until_shown(running.admin_url, authority, "admin-2")
+        reply = await public.post("/v1/chat/completions", json=SHORT)
+        status = await admin.get("/admin/status")
         assert reply.status_code == 200
         assert [connection_of(one) for one in before] == [
             connection_of(one) for one in (reply, status)
@@ -263,32 +250,45 @@ async def test_both_listeners_show_a_renewed_certificate_and_drop_no_connection(
     assert {("file", "listen.tls", "done"), ("file", "admin.tls", "done")} <= renewed
 
 
-@pytest.mark.parametrize("by_request", [False, True])
+def spoilt(cert: Path, key: Path) -> Iterator[str]:
+    """Spoil these files, each time in another way."""
+    key.write_bytes(key.read_bytes()[:100])
+    yield "half"
+    trustme.CA().issue_cert("x").private_key_pem.write_to_path(key)
+    yield "of another certificate"
+    cert.unlink()
+    yield "gone"
+    key.write_text("")
+    yield "empty"
+    key.write_text(ENCRYPTED_KEY)
+    yield "encrypted"
+
+
 async def test_a_broken_renewal_changes_nothing_and_is_told(
-    tmp_path: Path, authority: trustme.CA, by_request: bool
+    tmp_path: Path, authority: trustme.CA
 ) -> None:
-    settings = {"admin": {"tls": tls_of(authority, tmp_path / "admin", "first")}}
+    folder = tmp_path / "admin"
+    settings = {"admin": {"tls": tls_of(authority, folder, "renewed-0")}}
     async with (
         EmulatedNode() as node,
         running_gateway(tmp_path, [node.url], settings) as running,
         client(running.admin_url, authority) as admin,
     ):
-        key = tmp_path / "admin" / "key.pem"
-        whole = key.read_bytes()
-        key.write_bytes(whole[: len(whole) // 2])
-        if by_request:
-            answer = await admin.post("/admin/reload")
-            assert answer.status_code == 422
-            assert answer.json()["problems"][0]["key"] == "admin.tls"
-        certificates = running.gateway.certificates
-        await until(lambda: certificates.error is not None)
-        assert await shown(port_of(running.admin_url), authority) == "first"
-        status = (await admin.get("/admin/status")).json()
-        assert status["certificate_error"].startswith("admin.tls: ")
-        assert "key.pem" in status["certificate_error"]
-        key.write_bytes(whole)
-        await until(lambda: certificates.error is None)
-        assert (await admin.get("/admin/status")).json()["certificate_error"] is None
+        certificates, port = running.gateway.certificates, port_of(running.admin_url)
+        for number, how in enumerate(spoilt(folder / "cert.pem", folder / "key.pem")):
+            if number % 2:
+                answer = await admin.post("/admin/reload")
+                assert answer.status_code == 422, how
+                assert answer.json()["problems"][0]["key"] == "admin.tls"
+            await until(lambda: certificates.error is not None)
+            assert await shown(port, authority) == f"renewed-{number}", how
+            told = (await admin.get("/admin/status")).json()["certificate_error"]
+            assert told.startswith("admin.tls: ")
+            assert f"{folder}" in told, how
+            issue(authority, folder, f"renewed-{number + 1}")
+            await until(lambda: certificates.error is None)
+            assert await shown(port, authority) == f"renewed-{number + 1}"
+            assert (await admin.get("/admin/status")).json()["certificate_error"] is None
 
 
 async def test_a_certificate_behind_an_atomically_switched_link_is_renewed(
@@ -307,8 +307,8 @@ async def test_a_certificate_behind_an_atomically_switched_link_is_renewed(
         issue(authority, tmp_path / "..2", "second")
         (tmp_path / "..new").symlink_to("..2")
         (tmp_path / "..new").rename(tmp_path / "..data")
-        async with shown_as(running.url, authority, "second"):
-            assert running.gateway.certificates.error is None
+        await until_shown(running.url, authority, "second")
+        assert running.gateway.certificates.error is None
 
 
 # Certificates with which the gateway itself goes to nodes.
@@ -412,46 +412,6 @@ async def test_the_key_file_is_read_again(tmp_path: Path) -> None:
         assert failed.status_code == 422
         assert failed.json()["problems"][0]["key"] == "admin.key_file"
         assert (await new.get("/admin/nodes")).status_code == 200
-
-
-# The audit log.
-
-
-@asynccontextmanager
-async def served(certificate: ServerCertificate) -> AsyncIterator[int]:
-    """A TLS server that says nothing; its port."""
-    server = await asyncio.start_server(
-        lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=certificate.context
-    )
-    async with server:
-        yield server.sockets[0].getsockname()[1]
-
-
-@pytest.mark.parametrize("broken", ["other key", "half", "gone", "empty", "encrypted"])
-async def test_a_renewal_that_can_not_be_used_changes_nothing_and_is_told(
-    tmp_path: Path, authority: trustme.CA, broken: str
-) -> None:
-    files = issue(authority, tmp_path, "first")
-    certificate = ServerCertificate(files)
-    if broken == "other key":
-        trustme.CA().issue_cert("x").private_key_pem.write_to_path(files.key)
-    elif broken == "half":
-        files.cert.write_bytes(files.cert.read_bytes()[:300])
-    elif broken == "gone":
-        files.cert.unlink()
-    elif broken == "empty":
-        files.key.write_text("")
-    else:
-        files.key.write_text(ENCRYPTED_KEY)
-    with pytest.raises(CertificateError, match="can't be used"):
-        await certificate.renew()
-    assert str(files.cert) in str(certificate.error)
-    async with served(certificate) as port:
-        assert await shown(port, authority) == "first"
-        issue(authority, tmp_path, "second")
-        await certificate.renew()
-        assert certificate.error is None
-        assert await shown(port, authority) == "second"
 
 
 def test_the_expiry_is_that_of_the_first_certificate(tmp_path: Path, authority: trustme.CA) -> None:
