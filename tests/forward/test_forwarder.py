@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gateway.api.transcript import PostToNode
 from gateway.callers.keys import new_key
@@ -240,32 +238,7 @@ def test_what_is_left_is_a_share_of_what_came_lately_and_never_negative() -> Non
     assert spent(budget, later, 0.2, 10) == 10
 
 
-@given(st.lists(st.tuples(st.floats(0, 50), st.booleans()), max_size=200))
-def test_retries_never_pass_the_share_or_the_minimum(steps: list[tuple[float, bool]]) -> None:
-    budget, retries = RetryBudget(), 0
-    for requests, (at, fails) in enumerate(sorted(steps), 1):
-        budget.count_request(at)
-        if fails and budget.spend(at, 0.2, 3):
-            retries += 1
-        assert retries <= max(3, 0.2 * requests)
-
-
 NO_PAUSE = RetrySettings(backoff=0.0, backoff_max=0.0)
-
-
-@pytest.mark.parametrize("reached", [True, False])
-async def test_the_budget_is_asked_once_for_each_further_attempt(reached: bool) -> None:
-    asked: list[bool] = []
-
-    def spend() -> bool:
-        asked.append(True)
-        return True
-
-    retries, count = Retries(NO_PAUSE, 3, spend), 1
-    while await retries.granted(reached_node=reached):
-        count += 1
-    # No node has more work by a failure that reached none.
-    assert (count, len(asked)) == (3, 2 if reached else 0)
 
 
 async def test_a_lack_of_budget_is_told_from_the_most_attempts() -> None:

@@ -7,7 +7,7 @@ import socket
 import ssl
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from gateway.transport.pool import NodeAddress
@@ -106,6 +106,18 @@ def nobody_listens() -> Iterator[int]:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         yield bound.getsockname()[1]
+
+
+@contextmanager
+def full_backlog(port: int = 0) -> Iterator[int]:
+    """A port where connections are neither accepted nor refused: the queue is full."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", port), backlog=0))
+        for _ in range(8):
+            sock = stack.enter_context(socket.socket())
+            sock.setblocking(False)
+            sock.connect_ex(listener.getsockname())
+        yield listener.getsockname()[1]
 
 
 def once(reply: bytes) -> Script:

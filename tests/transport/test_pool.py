@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import socket
 import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,7 +32,7 @@ from gateway.transport.pool import (
 )
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
-from tests.transport.raw import HOWEVER_SLOW, Peer, RawServer, always, raw_server
+from tests.transport.raw import HOWEVER_SLOW, Peer, RawServer, always, full_backlog, raw_server
 
 ASK = b"GET /health HTTP/1.1\r\nhost: n\r\n\r\n"
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
@@ -174,29 +173,16 @@ async def test_a_connection_whose_caller_gives_up_before_sending_is(unused: bool
 # Connecting.
 
 
-@pytest.fixture
-def dark() -> Iterator[NodeAddress]:
-    """A listener whose queue is full: it accepts no connection."""
-    with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
-        for _ in range(8):
-            sock = stack.enter_context(socket.socket())
-            sock.setblocking(False)
-            sock.connect_ex(listener.getsockname())
-        yield NodeAddress("127.0.0.1", listener.getsockname()[1], b"", b"")
-
-
-async def test_a_connect_that_takes_too_long_or_is_cancelled_leaves_no_socket_open(
-    dark: NodeAddress,
-) -> None:
-    pool = ConnectionPool(dark)
-    with pytest.raises(ConnectTimedOut, match=r"0\.05 s"):
-        await pool.connect(0.05)
-    connecting = asyncio.create_task(pool.connect(LIMIT))
-    await asyncio.sleep(0.02)
-    connecting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await connecting
+async def test_a_connect_that_takes_too_long_or_is_cancelled_leaves_no_socket_open() -> None:
+    with full_backlog() as port:
+        pool = ConnectionPool(NodeAddress("127.0.0.1", port, b"", b""))
+        with pytest.raises(ConnectTimedOut, match=r"0\.05 s"):
+            await pool.connect(0.05)
+        connecting = asyncio.create_task(pool.connect(LIMIT))
+        await asyncio.sleep(0.02)
+        connecting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await connecting
     # An open socket would cause a ResourceWarning, which is an error in tests.
 
 

@@ -58,28 +58,6 @@ def shown(found: list[Span]) -> list[tuple[str, float, float]]:
     return [(span.name, span.start, span.end) for span in found]
 
 
-def test_a_request_that_no_node_has_seen_is_one_span() -> None:
-    (root,) = spans(status=401, reason="invalid_api_key")
-    assert (root.kind, root.parent_id, root.start, root.end) == ("server", "2" * 16, 10.0, 20.0)
-    assert root.attributes["error.type"] == "invalid_api_key"
-    assert root.error is None
-    assert "gen_ai.usage.input_tokens" not in root.attributes
-
-
-def test_a_wait_ends_with_the_grant() -> None:
-    first = grant(13.0, 1, first_content_at=14.0, ended_at=19.0, outcome="ok", used=(5, 2, 8))
-    found = spans(queueing(11.0), first, attempts=1)
-    assert shown(found)[1:] == [
-        ("queue", 11.0, 13.0),
-        ("attempt", 13.0, 19.0),
-        ("prefill", 13.0, 14.0),
-        ("decode", 14.0, 19.0),
-    ]
-    assert found[3].parent_id == found[2].span_id
-    assert found[2].attributes["gen_ai.usage.output_tokens"] == 8
-    assert len({span.span_id for span in found}) == len(found)
-
-
 def test_a_wait_may_end_with_a_refusal_or_with_its_client() -> None:
     refusal = Refusal("req_1", 15.0, 10.0, 503, "queue_timeout", "It took too long.")
     _, refused = spans(queueing(11.0), refusal, status=503, reason="queue_timeout")
@@ -88,16 +66,6 @@ def test_a_wait_may_end_with_a_refusal_or_with_its_client() -> None:
     assert not any("took too long" in str(value) for value in refused.attributes.values())
     _, left = spans(queueing(11.0), status=499, reason="client_closed")
     assert (left.end, left.error) == (20.0, None)
-
-
-def test_a_resumption_lasts_from_the_end_of_one_node_to_the_content_of_the_next() -> None:
-    first = grant(11.0, 1, first_content_at=12.0, ended_at=14.0, outcome="reset")
-    second = grant(14.5, 2, resumes=True, first_content_at=16.0, ended_at=19.0, outcome="ok")
-    found = spans(first, second)
-    (resume,) = [span for span in found if span.name == "resume"]
-    assert (resume.start, resume.end, resume.error) == (14.0, 16.0, None)
-    assert resume.attributes["llama_gateway.reason"] == "reset"
-    assert [span.error for span in found if span.name == "attempt"] == ["reset", None]
 
 
 def test_each_of_several_prompts_has_a_span_of_its_own() -> None:
