@@ -65,17 +65,6 @@ async def test_a_known_name_is_looked_up_again_in_the_background(resolver: FakeR
     await until(lambda: names.host("node").addresses == ("127.0.0.2",))
 
 
-async def test_a_name_that_hangs_delays_no_other(resolver: FakeResolver) -> None:
-    names = Resolver(resolver)
-    hanging = [asyncio.create_task(names.addresses(f"dark-{n}", LIMIT)) for n in range(40)]
-    await until(lambda: len(resolver.asked) == 40)
-    assert await names.addresses("node", LIMIT) == ("127.0.0.1",)
-    assert not any(task.done() for task in hanging)
-    for task in hanging:
-        task.cancel()
-    names.close()
-
-
 async def test_a_look_up_that_hangs_is_reported_and_not_begun_twice(resolver: FakeResolver) -> None:
     names = Resolver(resolver)
     for _ in range(2):
