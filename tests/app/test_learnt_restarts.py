@@ -13,12 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.local.server import claim_port, claimed_port
-from gateway.schedule.decision_log import Grant
 from tests.emulator import EmulatedNode
 from tests.gateway_processes import LIMIT, Succession, serving
-from tests.gateways import Running, running_gateway
-from tests.servers import spawn_demo_server, stop_demo_server, wait_for_demo_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -125,41 +121,3 @@ async def test_the_first_requests_go_to_the_fastest_node_after_any_end_of_the_pr
             handed = await explained(line, last)
             assert handed["actual"]["outcome"] == "ok"
             assert not [entry for entry in line.lines if "learnt" in entry["event"]]
-
-
-@pytest.mark.real
-async def test_a_real_server_is_known_after_a_restart_if_it_is_the_same(tmp_path: Path) -> None:
-    claim = claim_port("127.0.0.1")
-    text = "Of ships and shoes and sealing wax, of cabbages and kings. " * 12
-
-    def speed_of(gateway: Running) -> float | None:
-        return gateway.gateway.fleet.nodes["node-0"].speed.decode_tps
-
-    server = await asyncio.to_thread(spawn_demo_server, slots=2, port=claimed_port(claim))
-    try:
-        url = await asyncio.to_thread(wait_for_demo_server, server)
-        async with running_gateway(tmp_path, [url], IN_A_FILE) as gateway:
-            assert speed_of(gateway) is None
-            for _ in range(2):
-                await ask(gateway.client, text)
-        learnt = speed_of(gateway)
-        async with running_gateway(tmp_path, [url], IN_A_FILE) as gateway:
-            assert speed_of(gateway) == learnt is not None
-            last = await ask(gateway.client, text)
-            gateway.gateway.bus.flush()
-            (grant,) = gateway.gateway.scheduler.decision_log.find([last])[last].decisions
-            assert isinstance(grant, Grant)
-            comparison = grant.comparison
-            assert comparison is not None
-            assert grant.used is not None
-            # What it was believed to have cached, it had.
-            assert comparison.cached_on_chosen == pytest.approx(grant.used[1], abs=40)
-            assert grant.used[1] > 100
-        await asyncio.to_thread(stop_demo_server, server)
-        server = await asyncio.to_thread(spawn_demo_server, slots=4, port=claimed_port(claim))
-        assert await asyncio.to_thread(wait_for_demo_server, server) == url
-        async with running_gateway(tmp_path, [url], IN_A_FILE) as gateway:
-            assert speed_of(gateway) is None
-    finally:
-        await asyncio.to_thread(stop_demo_server, server)
-        claim.close()

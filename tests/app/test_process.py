@@ -10,10 +10,8 @@ import yaml
 
 from gateway.app.assembly import Gateway, serve
 from gateway.app.event_loop import DUE_AFTER, GARBAGE_SECONDS, collect_garbage
-from gateway.app.metering import Metering
 from gateway.app.startup import Options, load_checked
 from gateway.watch.logs import set_up_logging
-from tests.callers.metered_gateway import ALICE, chat, metered_gateway
 from tests.emulator import EmulatedNode
 from tests.virtual import in_virtual_time
 
@@ -60,24 +58,3 @@ async def test_garbage_of_all_ages_is_collected_once_no_request_runs() -> None:
     finally:
         collecting.cancel()
         gc.unfreeze()
-
-
-def tokens_today(metering: Metering) -> float:
-    """Of Alice, as her limit counts them."""
-    caller = metering.key_ring.find(ALICE.text)
-    assert caller is not None
-    book = metering.limit_book
-    standings = book.standings(book.accounts(caller).tracked)
-    return next(one.used for one in standings if one.limit == "tokens_per_day")
-
-
-async def test_what_was_used_last_counts_after_a_restart(tmp_path: Path) -> None:
-    async with metered_gateway(tmp_path) as running:
-        await chat(running, ALICE)
-        metering, ledger = running.gateway.metering, running.gateway.ledger
-        assert ledger is not None
-    assert (ledger.written, ledger.dropped) == (1, 0)
-    used = tokens_today(metering)
-    assert used > 8
-    async with metered_gateway(tmp_path) as running:
-        assert tokens_today(running.gateway.metering) == used

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from pathlib import Path
@@ -14,13 +13,12 @@ from gateway.api import sse
 from gateway.config.settings import Settings
 from gateway.forward.event_pipeline import EventPipeline
 from gateway.request.routes import ROUTES
-from tests.emulator import EmulatedNode, expected_chat_text
+from tests.emulator import EmulatedNode
 from tests.forward.answering_endpoint import over_endpoint
 from tests.forward.granted_lease import a_proxy_request
 from tests.forward.proxy_over_nodes import (
     BODIES,
     GENERATION_PATHS,
-    MESSAGES,
     Stream,
     proxy_over,
     two_nodes,
@@ -251,20 +249,6 @@ async def test_a_stream_fails_without_the_event_that_alone_says_that_it_has_ende
         assert sum(value["stop"] for value in whole.values) == 2
         one.faults.next("close", after_events=len(whole.events) - 1)
         check_failed(NATIVE, await proxy.stream(NATIVE, prompt="one", n=2))
-
-
-@in_virtual_time
-async def test_a_client_that_reads_slowly_loses_nothing_but_comments(tmp_path: Path) -> None:
-    one = EmulatedNode(answer_tokens=3000, context=8192, prefill_tps=60, ping_interval=0.02)
-    async with proxy_over(tmp_path, one, heartbeat="off") as proxy:
-        one.faults.next("comments")
-        body = {"messages": MESSAGES, "stream": True}
-        async with proxy.running.client.stream("POST", CHAT, json=body) as reply:
-            await asyncio.sleep(0.3)
-            data = b"".join([chunk async for chunk in reply.aiter_bytes()])
-        stream = Stream(200, reply.headers, data)
-        assert (stream.text, stream.errors) == (expected_chat_text(MESSAGES, 3000), [])
-        assert not re.search(rb"(?:\A|\n):", data), "they can be switched off"
 
 
 # What a node does after its answers have ended is no error to the client.
