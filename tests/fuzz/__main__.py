@@ -17,25 +17,43 @@ import re
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from tests.fuzz import MODULES
-from tests.fuzz.inputs import Target, read_corpus, write_corpus
+from tests.fuzz.inputs import Target, dictionary_of, read_corpus, write_corpus
 
+MODULES = {"chunks": "tests.fuzz.head"} | {
+    name: f"tests.fuzz.{name}"
+    for name in ("head", "sse", "body", "config", "identity", "limits", "replies")
+}
+"""Where each target is. They are imported late: what they import is instrumented then."""
 NAMES = (*MODULES, "api")
 
-_DONE = re.compile(r"^Done (\d+) runs in", re.MULTILINE)
-
-_PROGRESS = re.compile(r"^#(\d+)\t.*? cov: (\d+) .*?rss: (\d+)Mb", re.MULTILINE)
+_STATISTICS = re.compile(r"^stat::(\w+): +(\d+)", re.MULTILINE)
+_EDGES = re.compile(r"^#\d+\t.*? cov: (\d+) ", re.MULTILINE)
 
 
 def target_of(name: str) -> Target:
     """The target of this name."""
     found: Target = getattr(importlib.import_module(MODULES[name]), name.upper())
     return found
+
+
+def fuzz_here(name: str, options: list[str]) -> None:
+    """Fuzz a target in this process, as libFuzzer's options say."""
+    import atheris
+
+    with atheris.instrument_imports(include=["gateway"]):
+        target = target_of(name)
+    # By this command libFuzzer starts itself again to merge corpora.
+    again = f"{sys.executable} -m tests.fuzz --here {name}"
+    atheris.Setup([again, *options], target.timed_check())
+    atheris.Fuzz()
+
+
+def _libfuzzer(name: str, *options: object) -> list[str]:
+    return [sys.executable, "-m", "tests.fuzz", "--here", name, *map(str, options)]
 
 
 def fuzz(target: Target, options: argparse.Namespace, folder: Path) -> tuple[str, bool]:
@@ -45,31 +63,27 @@ def fuzz(target: Target, options: argparse.Namespace, folder: Path) -> tuple[str
         place.mkdir(parents=True)
     for number, data in enumerate((*target.seeds, *read_corpus(name))):
         (own / "corpus" / f"kept-{number}").write_bytes(data)
-    (own / "words").write_text("".join(f'"{_escaped(token)}"\n' for token in target.tokens))
     limits = [f"-runs={options.runs}"] if options.runs else []
     limits += [f"-max_total_time={options.seconds}"] if options.seconds else []
-    command = [
-        sys.executable, "-m", "tests.fuzz.run_target", name, *limits, f"-dict={own / 'words'}",
-        f"-max_len={target.longest}", "-rss_limit_mb=512", "-timeout=10",
-        f"-artifact_prefix={own}/", f"-seed={options.seed}", "-print_final_stats=1",
-        "-len_control=20", "-use_value_profile=0", str(own / "fresh"), str(own / "corpus"),
-    ]  # fmt: skip
+    command = _libfuzzer(
+        name, *limits, f"-dict={dictionary_of(name)}", f"-max_len={target.longest}",
+        "-rss_limit_mb=512", "-timeout=10", f"-artifact_prefix={own}/", f"-seed={options.seed}",
+        "-print_final_stats=1", "-len_control=20", "-use_value_profile=0",
+        own / "fresh", own / "corpus",
+    )  # fmt: skip
     began = time.monotonic()
-    with (own / "log").open("wb") as out:
-        failed = subprocess.run(command, stdout=out, stderr=out, check=False).returncode != 0
-    seconds = time.monotonic() - began
-    text = (own / "log").read_text(errors="replace")
-    progress, done = _PROGRESS.findall(text), _DONE.search(text)
+    done = subprocess.run(command, stdout=-1, stderr=-2, text=True, errors="replace", check=False)
+    seconds, failed = time.monotonic() - began, done.returncode != 0
     if options.keep and not failed:
         _keep(own, target)
-    inputs = int(done[1]) if done else int(progress[-1][0]) if progress else 0
-    covered = max((int(edges) for _, edges, _ in progress), default=0)
-    rss = max((int(rss) for *_, rss in progress), default=0)
+    told = {found[1]: int(found[2]) for found in _STATISTICS.finditer(done.stdout)}
+    inputs = told.get("number_of_executed_units", 0)
     line = (
         f"{name:<10}{inputs:>10} inputs {seconds:>7.0f} s {inputs / seconds:>7.0f}/s "
-        f"{covered:>6} edges {rss:>5} MiB  {'FAILED' if failed else 'ok'}"
+        f"{max(map(int, _EDGES.findall(done.stdout)), default=0):>6} edges "
+        f"{told.get('peak_rss_mb', 0):>5} MiB  {'FAILED' if failed else 'ok'}"
     )
-    return f"{line}\n{_failure(text, own)}" if failed else line, failed
+    return f"{line}\n{_failure(done.stdout, own)}" if failed else line, failed
 
 
 def fuzz_api(options: argparse.Namespace) -> tuple[str, bool]:
@@ -92,16 +106,9 @@ def _keep(folder: Path, target: Target) -> None:
     """Keep the fewest inputs that reach what all of them reach, short ones first."""
     fewest = folder / "fewest"
     fewest.mkdir()
-    places = (fewest, folder / "corpus", folder / "fresh")
-    command = [sys.executable, "-m", "tests.fuzz.run_target", target.name, "-merge=1"]
-    subprocess.run([*command, *map(str, places)], capture_output=True, check=True)
+    command = _libfuzzer(target.name, "-merge=1", fewest, folder / "corpus", folder / "fresh")
+    subprocess.run(command, capture_output=True, check=True)
     write_corpus(target.name, {file.read_bytes() for file in fewest.iterdir()} - {*target.seeds})
-
-
-def _escaped(token: bytes) -> str:
-    return "".join(
-        chr(byte) if 32 < byte < 127 and byte not in b'"\\' else f"\\x{byte:02x}" for byte in token
-    )
 
 
 def _options() -> argparse.ArgumentParser:
@@ -130,22 +137,23 @@ def main() -> int:
             version = ".".join(map(str, sys.version_info[:2]))
             print(f"SKIPPED: {tool} is not installed on this Python {version}: make dev")
             names = [name for name in names if name not in needing]
-    lock = threading.Lock()
-    failures: list[bool] = []
-
-    def run(target: Target | None) -> None:
-        text, failed = fuzz_api(options) if target is None else fuzz(target, options, Path(folder))
-        with lock:
+    failures = []
+    with (
+        tempfile.TemporaryDirectory(prefix="fuzz-") as folder,
+        ThreadPoolExecutor(options.jobs) as pool,
+    ):
+        # The longest begins first. Targets are imported one by one, before there are threads.
+        targets = [target_of(name) for name in names if name != "api"]
+        running = [pool.submit(fuzz_api, options)] if "api" in names else []
+        running += [pool.submit(fuzz, target, options, Path(folder)) for target in targets]
+        for done in as_completed(running):
+            text, failed = done.result()
             failures.append(failed)
             print(text.rstrip(), flush=True)
-
-    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
-        # The longest begins first. Targets are imported one by one, before there are threads.
-        targets = [None if name == "api" else target_of(name) for name in names]
-        with ThreadPoolExecutor(options.jobs) as pool:
-            list(pool.map(run, sorted(targets, key=lambda target: target is not None)))
     return int(any(failures))
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--here"]:
+        fuzz_here(sys.argv[2], sys.argv[3:])
     sys.exit(main())

@@ -124,14 +124,5 @@ CONFIG = Target(
         *(seed(text, number % 2) for number, text in enumerate(_TEXTS)),
         seed(_TEXTS[0], 0),
     ),
-    (
-        b"nodes:", b"defaults:", b"- name: a", b"url: http://a", b"slots: 2", b"tier: gpu", b"${N}",
-        b"${X:-7}", b"$$", b"${", b"<<: *a", b"&a ", b"*a", b"!!str ", b"!!binary ", b"|\n", b">-\n",
-        b"---\n", b"...\n", b"{", b"}", b"[", b"]", b": ", b"? ", b"#", b"\n  ", b"\t", b"'", b'"',
-        b"keys:", b"sha256: ", b"models:", b"limits:", b"1e999", b".nan", b".inf", b"0x10", b"1_0",
-        b"12:30:45", b"2001-01-01", b"64MiB", b"30s", b"null", b"~", b"yes", b"off", b"api_key_file: /",
-        b"\xef\xbb\xbf", b"\xff\xfe", b"\\x00", b"\xe2\x80\xa8", b"timeouts:", b"listen:", b"admin:",
-        b"trusted_proxies: [10.0.0.0/8]", b"volatile: ['(a+)+$']", b"use: ", b"'*':", b"%YAML 1.1\n",
-    ),
     longest=1024,
 )  # fmt: skip

@@ -6,6 +6,7 @@ five say where the text is cut. So the fuzzer learns which cuts matter, as it do
 
 from __future__ import annotations
 
+import ast
 import base64
 import time
 from collections.abc import Callable, Iterable
@@ -14,7 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 
 CORPUS = Path(__file__).parent / "corpus"
-"""One file for each target: a line of base64 for each input, so that Git shows what was added."""
+"""Two files for each target: a line of base64 for each input, so that Git shows what was added, and
+a dictionary of words of its language in libFuzzer's own form."""
 
 TAIL_BYTES = 6
 
@@ -32,10 +34,20 @@ class Target:
     name: str
     make_check: Callable[[], Check]
     seeds: tuple[bytes, ...]
-    tokens: tuple[bytes, ...]
-    """Words of the language, for the fuzzer's dictionary."""
     longest: int = 2048
     """Bytes of the longest input."""
+
+    def timed_check(self, most: float = MOST_CPU_SECONDS) -> Check:
+        """Its check, which must not take longer than `most` seconds of CPU time."""
+        check = self.make_check()
+
+        def run(data: bytes) -> None:
+            began = time.thread_time()
+            check(data)
+            took = time.thread_time() - began
+            assert took < most, f"{len(data)} bytes took {took:.2f} s of CPU time"
+
+        return run
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +78,15 @@ def seed(text: bytes, choice: int = 0, cuts: tuple[int, ...] = (20, 90, 130, 180
     return text + bytes((choice, *cuts))
 
 
-def timed(check: Check, most: float = MOST_CPU_SECONDS) -> Check:
-    """`check`, which must not take longer than `most` seconds of CPU time."""
+def dictionary_of(name: str) -> Path:
+    """The dictionary of a target."""
+    return CORPUS / f"{name}.dict"
 
-    def run(data: bytes) -> None:
-        began = time.thread_time()
-        check(data)
-        took = time.thread_time() - began
-        assert took < most, f"{len(data)} bytes took {took:.2f} s of CPU time"
 
-    return run
+def words_of(name: str) -> list[bytes]:
+    """The words of the dictionary of a target."""
+    lines = dictionary_of(name).read_text().splitlines()
+    return [ast.literal_eval(f"b{line}") for line in lines]
 
 
 def read_corpus(name: str) -> list[bytes]:

@@ -240,13 +240,5 @@ SSE = Target(
         seed(b"data: a\r\n\r\n:\r\n\r\n: x\ndata: {\r\ndata:}\r\n\r\nid: 7\nevent: error\n\n", 2),
         seed(_event(b'{"prompt_progress":{"total":9,"cache":1,"processed":3}}') + _event(b"null"), 4),
     ),
-    (
-        b"\n\n", b"\r\n\r\n", b"data: ", b"data:", b"event: error\n", b": ping\n", b":\n", b"[DONE]",
-        b"}\n\n", b"data: {", b'"choices":[', b'"delta":{', b'"content":"', b'"stop":true', b"null",
-        b'"error":', b'"index":', b'"usage":{', b'"finish_reason":"stop"', b'"type":"', b"\\ud800",
-        b"\xc3\xa9", b"\xff", b'"tool_calls":[{', b'"function":{"name":"f","arguments":"{}"}',
-        b'"message_delta"', b'"stop_sequence":"', b'"response.completed"', b'"item_id":"m0"',
-        b'"logprobs":', b'"text":', b"1e999", b"-1", b"99999999999999999999",
-    ),
     longest=2048,
 )  # fmt: skip

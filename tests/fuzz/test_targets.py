@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fuzz import MODULES
-from tests.fuzz.__main__ import target_of
+from tests.fuzz.__main__ import MODULES, target_of
 from tests.fuzz.api import fuzz_api
-from tests.fuzz.inputs import Target, divide, read_corpus, seed, timed
+from tests.fuzz.inputs import Target, divide, read_corpus, seed, words_of
 
 WITHOUT_TEXT = (b"", b"\0", bytes(6), b"\xff" * 7)
 
@@ -34,7 +33,7 @@ def changed(target: Target) -> Any:
     texts = [divide(one).text for one in target.seeds]
     places = st.integers(0, max(map(len, texts)))
     pieces = st.tuples(st.sampled_from(texts), places, places).map(lambda of: of[0][of[1] : of[2]])
-    edits = st.tuples(places, st.integers(0, 9), st.sampled_from(target.tokens) | pieces)
+    edits = st.tuples(places, st.integers(0, 9), st.sampled_from(words_of(target.name)) | pieces)
 
     def apply(text: bytes, edited: list[tuple[int, int, bytes]], tail: tuple[int, ...]) -> bytes:
         for at, left_out, put_in in edited:
@@ -53,11 +52,9 @@ def test_every_changed_seed_passes(name: str) -> None:
 
 
 def test_an_input_that_takes_long_fails() -> None:
-    def busy(data: bytes) -> None:
-        sum(range(200_000))
-
+    busy = Target("busy", lambda: lambda _: sum(range(200_000)), ())
     with pytest.raises(AssertionError, match="CPU time"):
-        timed(busy, 1e-6)(b"")
+        busy.timed_check(1e-6)(b"")
 
 
 @pytest.mark.slow
