@@ -1,12 +1,21 @@
-"""Waiting for what an awaited look finds."""
+"""Waiting for what a look finds."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 T = TypeVar("T")
+
+
+def wait_until(condition: Callable[[], bool], limit: float = 30.0) -> None:
+    """Wait without an event loop; an AssertionError after `limit` seconds."""
+    end = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < end, f"not within {limit} s"
+        time.sleep(0.005)
 
 
 async def eventually(look: Callable[[], Awaitable[T | None]], limit: float = 60.0) -> T:

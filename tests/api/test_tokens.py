@@ -24,7 +24,7 @@ from gateway.events import AttemptEnded, RequestRecord
 from gateway.forward.event_pipeline import UsageFilter
 from gateway.lease import Usage
 from tests.each_case import each_case
-from tests.forward.answering_endpoint import Unended, over_endpoint, response
+from tests.forward.proxy_over_nodes import Unended, over_endpoint, response
 from tests.gateways import Running, until
 
 TIMINGS = {

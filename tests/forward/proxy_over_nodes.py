@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ from gateway.events import AttemptEnded, RequestRecord
 from gateway.nodes.node import Node
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
+from tests.transport.raw import Peer, raw_server
 
 MESSAGES = [{"role": "user", "content": "say something"}]
 QUICK: dict[str, Any] = {
@@ -195,3 +196,43 @@ async def two_nodes(
     one, two = (EmulatedNode(answer_tokens=answer_tokens) for _ in "ab")
     async with proxy_over(folder, one, two, nodes=A_FIRST, **settings) as proxy:
         yield proxy, one, two
+
+
+# An OpenAI-compatible endpoint that answers with chosen bytes.
+
+
+MODELS = b'{"data": [{"id": "demo"}]}'
+
+
+class Unended(bytes):
+    """A response behind which the endpoint says no more, until its client leaves."""
+
+
+def response(content: bytes, kind: bytes = b"application/json") -> bytes:
+    """A whole response with this content."""
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n"
+    return head % (kind, len(content)) + content
+
+
+@asynccontextmanager
+async def over_endpoint(
+    folder: Path, answer: Callable[[bytes], bytes], **settings: object
+) -> AsyncIterator[tuple[Running, list[RequestRecord]]]:
+    """The gateway, and the records of its requests.
+
+    `answer` makes a response of a request; the connection ends behind it. The one model is `demo`.
+    """
+
+    async def serve(peer: Peer) -> None:
+        request = await peer.request()
+        said = answer(request) if request.startswith(b"POST") else response(MODELS)
+        await peer.say(said)
+        if isinstance(said, Unended):
+            await peer.reader.read()
+
+    async with raw_server(serve) as server:
+        node = {"name": "a", "url": f"http://127.0.0.1:{server.port}", "kind": "openai"}
+        async with running_gateway(folder, [node], settings) as running:
+            records: list[RequestRecord] = []
+            running.gateway.bus.subscribe(RequestRecord, records.append)
+            yield running, records

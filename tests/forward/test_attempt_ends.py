@@ -20,13 +20,14 @@ from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.emulator.generation import TokenTally
 from tests.emulator.language_model import count_tokens
-from tests.forward.answering_endpoint import over_endpoint, response
 from tests.forward.proxy_over_nodes import (
     A_FIRST,
     GENERATION_PATHS,
     ProxyOverNodes,
+    over_endpoint,
     prompt_field,
     proxy_over,
+    response,
 )
 from tests.gateways import until
 from tests.schedule.build import a_request

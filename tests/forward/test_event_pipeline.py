@@ -14,12 +14,12 @@ from gateway.config.settings import Settings
 from gateway.forward.event_pipeline import EventPipeline
 from gateway.request.routes import ROUTES
 from tests.emulator import EmulatedNode
-from tests.forward.answering_endpoint import over_endpoint
 from tests.forward.granted_lease import a_proxy_request
 from tests.forward.proxy_over_nodes import (
     BODIES,
     GENERATION_PATHS,
     Stream,
+    over_endpoint,
     proxy_over,
     two_nodes,
 )

@@ -16,10 +16,16 @@ from gateway.events import RequestRecord
 from gateway.nodes.node import PLAIN_SECONDS
 from gateway.request.routes import ROUTES
 from tests.api.events import read_stream, values
-from tests.each_case import each_case
 from tests.emulator import EmulatedNode
-from tests.forward.answering_endpoint import Unended, over_endpoint, response
-from tests.forward.proxy_over_nodes import BODIES, GENERATION_PATHS, MESSAGES, proxy_over
+from tests.forward.proxy_over_nodes import (
+    BODIES,
+    GENERATION_PATHS,
+    MESSAGES,
+    Unended,
+    over_endpoint,
+    proxy_over,
+    response,
+)
 from tests.gateways import Running, until
 from tests.servers import start_demo_servers
 from tests.virtual import in_virtual_time
@@ -164,31 +170,7 @@ PLAIN: list[tuple[str, dict[str, Any]]] = [
         ],
         "usage": {"input_tokens": 5, "output_tokens": 7, "total_tokens": 12},
     }),
-    (NATIVE, {
-        "index": 0, "content": "yes", "tokens": [1, 2], "stop": True, "stop_type": "limit",
-        "tokens_predicted": 7, "tokens_evaluated": 5, "completion_probabilities": [{"id": 1}],
-    }),
 ]  # fmt: skip
-
-
-@each_case(("path", "plain"), PLAIN)
-def test_the_stream_made_of_a_plain_answer_makes_that_answer_again(
-    path: str, plain: dict[str, Any]
-) -> None:
-    api = ROUTES[path].api
-    content = json.dumps(plain).encode()
-    api.check_answer(content)
-    fields = {"stream_options": {"include_usage": True}, "return_tokens": True}
-    stream = api.answer_events(content, fields)
-    assert api.is_stream_complete(stream)
-    assert read_stream(api, stream, fields) == plain
-    without = values(api.answer_events(content, {}).removesuffix(b"data: [DONE]\n\n"))
-    if path in {CHAT, COMPLETIONS}:
-        assert not any("usage" in event for event in without)
-    if path == RESPONSES:
-        assert [event["sequence_number"] for event in without] == list(range(len(without)))
-        kinds = [event["type"] for event in without]
-        assert (kinds[0], kinds[-1]) == ("response.created", "response.completed")
 
 
 @asynccontextmanager
@@ -210,11 +192,10 @@ async def over_plain_node(
         yield running, bodies, records
 
 
-@pytest.mark.parametrize("number", range(len(PLAIN) - 1))
+@pytest.mark.parametrize(("path", "plain"), PLAIN)
 async def test_a_plain_answer_to_a_request_for_a_stream_is_a_stream(
-    tmp_path: Path, number: int
+    tmp_path: Path, path: str, plain: dict[str, Any]
 ) -> None:
-    path, plain = PLAIN[number]
     async with over_plain_node(tmp_path, plain) as (running, bodies, records):
         for count in (1, 2):
             body = {**BODIES[path], "stream": True, "stream_options": {"include_usage": True}}
@@ -223,9 +204,16 @@ async def test_a_plain_answer_to_a_request_for_a_stream_is_a_stream(
             assert "x-accel-buffering" in reply.headers
             fields = {"stream_options": {"include_usage": True}}
             assert read_stream(ROUTES[path].api, reply.content, fields) == plain
+            assert ROUTES[path].api.is_stream_complete(reply.content)
             await until(lambda count=count: len(records) == count)
             assert (records[-1].status, records[-1].attempts) == (200, 1)
             assert (records[-1].prompt_tokens, records[-1].completion_tokens) == (5, 7)
+        reply = await running.client.post(path, json={**BODIES[path], "stream": True})
+        events = values(reply.content.removesuffix(b"data: [DONE]\n\n"))
+        if path in {CHAT, COMPLETIONS}:
+            assert not any("usage" in event for event in events)
+        if path == RESPONSES:
+            assert [event["sequence_number"] for event in events] == list(range(len(events)))
         plainly = await running.client.post(path, json=BODIES[path])
         assert plainly.json() == plain
         # From then on it is asked as it can answer.

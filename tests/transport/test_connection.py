@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import gc
 import itertools
-import os
-import random
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -33,7 +31,6 @@ from gateway.transport.errors import (
 )
 from gateway.transport.pool import ConnectionPool, NodeAddress
 from tests.each_case import each_case
-from tests.fuzz.replies import MOST_REPLIES, make_check
 from tests.transport.raw import HOWEVER_SLOW, Peer, RawServer, Script, Silent, once, raw_server
 from tests.virtual import in_virtual_time, now
 
@@ -80,17 +77,6 @@ async def failure(reply: bytes) -> UpstreamError:
     with pytest.raises(UpstreamError) as raised:
         await asked(reply)
     return raised.value
-
-
-# Sequences of responses.
-
-
-def test_no_reply_has_anything_of_another_one_on_its_connection() -> None:
-    check = make_check()
-    # 100,000 take 40 s.
-    for number in range(int(os.environ.get("REPLY_SEQUENCES", "2000"))):
-        chance = random.Random(number)
-        check(chance.randbytes(3 * chance.randint(2, MOST_REPLIES) + 6))
 
 
 # Invalid responses.

@@ -37,6 +37,7 @@ from gateway.watch.logs import (
     LogWriter,
     set_up_logging,
 )
+from tests.polling import wait_until
 from tests.watch.test_metrics import finished
 
 SECRET = "the prompt nobody may see"
@@ -221,13 +222,6 @@ def pipe() -> Iterator[tuple[int, int]]:
                 os.close(end)
 
 
-def until(condition: Callable[[], bool], limit: float = 30.0) -> None:
-    end = time.monotonic() + limit
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.005)
-
-
 def test_a_reader_that_does_not_read_loses_lines_and_blocks_nobody() -> None:
     with pipe() as (reader, writer):
         log = log_writer(writer, lambda lines: b"lost %d\n" % lines)
@@ -260,7 +254,7 @@ def test_closing_waits_a_limited_time_for_a_reader_that_does_not_read() -> None:
         log.close()  # It would never return if it waited for its thread.
         assert thread.is_alive()
         os.close(reader)
-        until(lambda: not thread.is_alive())
+        wait_until(lambda: not thread.is_alive())
 
 
 def test_closing_the_given_descriptor_later_can_t_send_lines_into_another_file() -> None:
@@ -305,7 +299,7 @@ def test_a_full_disk_loses_a_batch_and_later_ones_are_written() -> None:
     try:
         log, thread = thread_of(lambda: log_writer(fd))
         log.write(b"one\n")
-        until(lambda: log.dropped_lines == 1)
+        wait_until(lambda: log.dropped_lines == 1)
         assert thread.is_alive()
         log.close()
     finally:

@@ -73,7 +73,10 @@ LIMITED = RecentTraffic(
 )
 
 
-FLOOD = QueueCondition(waiting=40, top_caller="team-a", top_waiting=38, callers=2)
+def a_flood(caller: str) -> QueueCondition:
+    return QueueCondition(waiting=40, top_caller=caller, top_waiting=38, callers=2)
+
+
 OF_ALL = QUOTA.standing._replace(kind="total")
 
 
@@ -96,7 +99,7 @@ SPECIFIC: dict[str, dict[str, Any]] = {
     "folder full": {"storage": StorageCondition("it is full; free space", is_full=True)},
     "folder broken": {"storage": StorageCondition("/srv/b is gone; put it back", results=3)},
     "key's room used up": {"storage": StorageCondition(full_callers=["team-a"])},
-    "one key flooding": {"queue": FLOOD},
+    "one key flooding": {"queue": a_flood("team-a")},
     "a key's budget nearly used up": {"quotas": [QUOTA]},
     "a group's tokens used up": {"quotas": [UsedQuota("night", OF_GROUP, spent=True)]},
     "budget of all used up": {"quotas": [QUOTA._replace(standing=OF_ALL)]},
@@ -276,21 +279,16 @@ def test_a_key_of_the_settings_is_to_be_changed_there_and_not_by_a_command(fault
     assert "team-a" not in str(problem.as_json(may_name_callers=False))
 
 
-@each_case("caller", ["a", "keys", "llama-gateway", "--rpm", "NAME"])
-def test_a_command_is_whole_for_those_who_may_not_know_the_caller(caller: str) -> None:
-    flood = QueueCondition(waiting=40, top_caller=caller, top_waiting=38, callers=2)
-    shown = only(replace(WELL, queue=flood)).as_json(may_name_callers=False)
-    assert shown["commands"] == (
+@each_case("caller", ["a", "keys", "llama-gateway", "--rpm", "NAME", "x; rm -rf /"])
+def test_a_command_is_whole_whatever_the_caller_is_called_and_for_those_who_may_not_know(
+    caller: str,
+) -> None:
+    problem = only(replace(WELL, queue=a_flood(caller)))
+    assert all(caller in shlex.split(line) for line in problem.commands)
+    assert problem.as_json(may_name_callers=False)["commands"] == (
         "llama-gateway keys show NAME",
         "llama-gateway keys set NAME --rpm 60",
     )
-
-
-def test_a_hostile_name_can_not_end_the_command_of_a_remedy() -> None:
-    caller = "x; rm -rf /"
-    flood = QueueCondition(waiting=40, top_caller=caller, top_waiting=38, callers=2)
-    problem = only(replace(WELL, queue=flood))
-    assert all(caller in shlex.split(line) for line in problem.commands)
 
 
 def test_a_quota_is_told_with_its_share_and_its_owner_to_operators_alone() -> None:

@@ -6,7 +6,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ from gateway.watch.request_tracing import (
 )
 from gateway.watch.spans import MOST_DECISIONS, EndedRequest, Span, spans_of
 from tests.nodes.build import Clock
+from tests.polling import wait_until
 from tests.watch.tracing.collector import decoded
 
 PATH = "/v1/chat/completions"
@@ -107,13 +108,6 @@ def test_a_message_has_ids_times_and_the_service_and_any_text() -> None:
 LIMIT = 30.0
 
 
-def wait_for(condition: Callable[[], bool], limit: float) -> None:
-    end = time.monotonic() + limit
-    while not condition():
-        assert time.monotonic() < end, f"not within {limit} s"
-        time.sleep(0.005)
-
-
 def ended(number: int = 1) -> EndedRequest:
     record = RequestRecord(f"req_{number}", "/v1/chat/completions")
     return EndedRequest(RequestTrace("1" * 32, None, f"req_{number}", 0.0), record, 1.0, [], 0)
@@ -176,7 +170,7 @@ def test_a_collector_that_hangs_costs_bounded_memory_and_the_end_does_not_wait()
     assert time.monotonic() - began < LIMIT / 2
     assert sender.interrupted
     # Once it is free, the thread counts what is left and ends.
-    wait_for(lambda: not exporter.running, LIMIT)
+    wait_until(lambda: not exporter.running, LIMIT)
     assert counts.not_sent == MOST_WAITING
 
 
