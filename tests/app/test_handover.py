@@ -20,7 +20,7 @@ from gateway.app.handover import (
     start_successor,
     successor_environment,
 )
-from gateway.app.startup import Options, StartError
+from gateway.app.startup import StartError
 from gateway.callers.keys import AnonymousAccess
 from gateway.lease import HASH_KEY_BYTES
 
@@ -90,23 +90,6 @@ def test_a_successor_knows_its_predecessors_files_and_whom_it_let_in(
     inherited.notify_ready()
     os.close(reader)
     assert "LLAMA_GATEWAY_CONFIG" not in successor_environment(door, None, **more)
-
-
-def test_sockets_of_systemd_decide_where_the_gateway_listens(listening: socket.socket) -> None:
-    assert inherit_from_environment({"LISTEN_PID": "1", "LISTEN_FDS": "2"}).sockets == {}
-    first = passed(listening)
-    inherited = inherit_from_environment(systemd(listening), first_descriptor=first)
-    options = inherited.apply_to(Options(Path("nodes.yaml"), port=1))
-    assert (options.host, options.port) == listening.getsockname()
-    assert options.admin_port is None
-    inherited.notify_ready()
-    named = systemd(listening, names="admin")
-    inherited = inherit_from_environment(named, first_descriptor=passed(listening))
-    (sock,) = inherited.sockets.values()
-    assert list(inherited.sockets) == ["admin"]
-    # One that is not used is closed when the successor is ready.
-    inherited.notify_ready()
-    assert sock.fileno() == -1
 
 
 def test_a_socket_of_another_kind_is_refused(listening: socket.socket, tmp_path: Path) -> None:

@@ -299,15 +299,6 @@ async def test_it_goes_under_the_next_lease_and_no_attempt_is_counted(
         assert proxy.app.scheduler.records == {}
 
 
-@in_virtual_time
-async def test_each_attempt_asks_once_whether_it_may(tmp_path: Path) -> None:
-    async with two_nodes(tmp_path, answer_tokens=5) as (proxy, one, _):
-        asked = void_leases(proxy)
-        one.faults.next("status", status=503)
-        assert (await proxy.ask()).status_code == 200
-        assert len(set(asked)) == len(asked) == 2
-
-
 def test_a_stream_is_resumed_under_the_next_lease_as_it_was_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

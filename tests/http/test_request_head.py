@@ -17,7 +17,7 @@ from tests.emulator import EmulatedNode
 from tests.emulator.raw_connection import raw_connection
 from tests.gateways import until
 from tests.virtual import in_virtual_time, now
-from tests.web.raw_client import CHAT, HELLO, answer, public, request
+from tests.web.raw_client import CHAT, HELLO, public, request
 
 
 @each_case(
@@ -165,9 +165,11 @@ async def test_a_client_that_times_out_by_itself_gets_no_error(tmp_path: Path) -
 
 
 @in_virtual_time
-async def test_white_space_is_sent_before_a_plain_response(tmp_path: Path) -> None:
-    node = EmulatedNode(decode_tps=20, answer_tokens=10)
-    async with public(tmp_path, PADDED, node) as gate:
+async def test_white_space_is_sent_before_a_plain_response_and_an_error_in_its_body(
+    tmp_path: Path,
+) -> None:
+    node, quiet = EmulatedNode(decode_tps=20, answer_tokens=10), {"timeouts": {"silence": 0.4}}
+    async with public(tmp_path, PADDED | quiet, node) as gate:
         found = await gate.chat("X-Stainless-Read-Timeout: 0.2")
         assert found.status == 200
         assert found.headers["content-type"] == "application/json; charset=utf-8"
@@ -177,17 +179,10 @@ async def test_white_space_is_sent_before_a_plain_response(tmp_path: Path) -> No
         quick = await gate.chat(max_tokens=1)
         assert "content-length" in quick.headers
         assert quick.body.startswith(b"{")
-
-
-@in_virtual_time
-async def test_an_error_after_white_space_is_in_the_body(tmp_path: Path) -> None:
-    async with public(tmp_path, PADDED | {"timeouts": {"silence": 0.4}}) as gate:
         gate.node.faults.set("hang", after_events=1)
-        async with raw_connection(gate.url) as wire:
-            await wire.send(request(HELLO, "X-Request-Timeout: 0.5", path=CHAT))
-            found = await answer(wire)
+        failed = await gate.chat("X-Request-Timeout: 0.5")
         gate.node.faults.clear()
-        assert (found.status, found.body[:1]) == (200, b" ")
-        assert json.loads(found.body)["error"]["code"] == "node_timeout"
+        assert (failed.status, failed.body[:1]) == (200, b" ")
+        assert json.loads(failed.body)["error"]["code"] == "node_timeout"
         record = await gate.last()
         assert (record.status, record.reason) == (504, "node_timeout")

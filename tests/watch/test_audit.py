@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, cast
 
 import pytest
 from sqlalchemy import Connection, func, select
@@ -11,10 +11,9 @@ from gateway.store.failures import StoreUnavailable
 from gateway.store.schema import audit as audit_table
 from gateway.store.store import Store
 from gateway.watch.audit import MOST_PENDING, MOST_REFUSED_PENDING, AuditQuery, AuditTrail
+from tests.callers.build import FlakyStore
+from tests.gateways import until
 from tests.store.stores import opened
-
-LIMIT = 60.0
-T = TypeVar("T")
 
 
 def ticking(start: float = 1_000.0) -> Callable[[], float]:
@@ -63,31 +62,14 @@ async def test_entries_are_found_by_time_page_action_and_target(store_url: str) 
             assert await targets(action="k%") == await targets(target="%") == ""
 
 
-class StoreWithLostAnswers(Store):
-    """Does each job; the answers to the first ones get lost on their way back."""
-
-    lost_answers = 2
-
-    async def run(
-        self, job: Callable[[Connection], T], *, write: bool = True, seconds: float = LIMIT
-    ) -> T:
-        result = await super().run(job, write=write, seconds=seconds)
-        if self.lost_answers:
-            self.lost_answers -= 1
-            raise StoreUnavailable("no answer", "wait")
-        return result
-
-
 async def test_a_write_whose_answer_is_lost_is_repeated_and_done_once(store_url: str) -> None:
-    with opened(store_url, StoreWithLostAnswers) as store:
-        assert isinstance(store, StoreWithLostAnswers)
-        trail = AuditTrail(ticking(), store, retry_seconds=0.01)
+    with opened(store_url) as store:
+        flaky = FlakyStore(store, failures=["after", "after"])
+        trail = AuditTrail(ticking(), cast("Store", flaky), retry_seconds=0.01)
         work = asyncio.create_task(trail.run())
         for number in range(3):
             trail.record("alice", "admin", "probe", str(number))
-        async with asyncio.timeout(LIMIT):
-            while store.lost_answers:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: not flaky.failures)
         await trail.flush()
         assert await store.run(rows, write=False) == 3
         work.cancel()
