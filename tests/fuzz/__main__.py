@@ -48,7 +48,7 @@ def fuzz_here(name: str, options: list[str]) -> None:
         target = target_of(name)
     # By this command libFuzzer starts itself again to merge corpora.
     again = f"{sys.executable} -m tests.fuzz --here {name}"
-    atheris.Setup([again, *options], target.timed_check())
+    atheris.Setup([again, *options], target.try_input)
     atheris.Fuzz()
 
 

@@ -33,7 +33,7 @@ from gateway.request.preparation import (
 )
 from gateway.request.routes import ROUTES, Route
 from gateway.terms import Caller, Priority
-from tests.fuzz.inputs import Check, Divided, Target, divide, seed
+from tests.fuzz.inputs import Divided, Target, seed
 from tests.nodes.build import a_node
 
 LIMITS = LimitSettings(json_depth=16)
@@ -183,24 +183,21 @@ def _check_request(body: bytes, route: Route, preparer: Preparer) -> None:
         assert _same(_loads(sent), _loads(_sent(small)[name])), "a large body is edited otherwise"
 
 
-def make_check() -> Check:
-    """The check of one body."""
-    preparer = Preparer()
+_PREPARER = Preparer()
 
-    def check(data: bytes) -> None:
-        one: Divided = divide(data)
-        _check_outline(one.text)
-        _check_request(one.text, _ROUTES[one.choice % len(_ROUTES)], preparer)
-        for api in _OLLAMA:
-            try:
-                translated = run_at_once(api.translate(one.text, lambda name: name == "demo"))
-            except GatewayError as error:
-                assert error.status in {400, 404}
-            else:
-                if translated.reply is None:
-                    _check_request(translated.body, ROUTES[translated.path], preparer)
 
-    return check
+def check(one: Divided) -> None:
+    """Check one body."""
+    _check_outline(one.text)
+    _check_request(one.text, _ROUTES[one.choice % len(_ROUTES)], _PREPARER)
+    for api in _OLLAMA:
+        try:
+            translated = run_at_once(api.translate(one.text, lambda name: name == "demo"))
+        except GatewayError as error:
+            assert error.status in {400, 404}
+        else:
+            if translated.reply is None:
+                _check_request(translated.body, ROUTES[translated.path], _PREPARER)
 
 
 _TEXTS = (
@@ -221,7 +218,7 @@ _TEXTS = (
 
 BODY = Target(
     "body",
-    make_check,
+    check,
     tuple(seed(text, number) for number, text in enumerate(_TEXTS)),
     longest=1536,
 )  # fmt: skip

@@ -17,7 +17,7 @@ import yaml
 from gateway.config.errors import ConfigError
 from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.settings import Settings, changed_restart_keys, load_settings, masked_settings
-from tests.fuzz.inputs import Check, Target, divide, seed
+from tests.fuzz.inputs import Divided, Target, seed
 
 SECRET = "s3cr3t-of-a-node"
 
@@ -60,32 +60,29 @@ class Files:
             assert SECRET not in text
 
 
-def make_check() -> Check:
-    """The check of one file, as an inventory or as settings."""
-    files = Files()
+_FILES = Files()
 
-    def check(data: bytes) -> None:
-        one = divide(data)
-        if one.choice % 2:
-            settings = files.load(load_settings, one.text)
-            if settings is None:
-                return
-            assert isinstance(settings, Settings)
-            assert masked_settings(settings)
-            assert changed_restart_keys(settings, settings) == ()
-            assert files.load(load_settings, one.text) == settings
-        else:
-            inventory = files.load(load_inventory, one.text)
-            if inventory is None:
-                return
-            assert isinstance(inventory, Inventory)
-            names = [node.name for node in inventory.nodes]
-            assert len(set(names)) == len(names)
-            assert files.load(load_inventory, one.text) == inventory
-            for warning in inventory.warnings:
-                assert SECRET not in str(warning)
 
-    return check
+def check(one: Divided) -> None:
+    """Check one file, as an inventory or as settings."""
+    if one.choice % 2:
+        settings = _FILES.load(load_settings, one.text)
+        if settings is None:
+            return
+        assert isinstance(settings, Settings)
+        assert masked_settings(settings)
+        assert changed_restart_keys(settings, settings) == ()
+        assert _FILES.load(load_settings, one.text) == settings
+    else:
+        inventory = _FILES.load(load_inventory, one.text)
+        if inventory is None:
+            return
+        assert isinstance(inventory, Inventory)
+        names = [node.name for node in inventory.nodes]
+        assert len(set(names)) == len(names)
+        assert _FILES.load(load_inventory, one.text) == inventory
+        for warning in inventory.warnings:
+            assert SECRET not in str(warning)
 
 
 _INVENTORIES: tuple[Any, ...] = (
@@ -117,7 +114,7 @@ _TEXTS = (
 
 CONFIG = Target(
     "config",
-    make_check,
+    check,
     (
         *(seed(yaml.safe_dump(value).encode(), 0) for value in _INVENTORIES),
         *(seed(yaml.safe_dump(value).encode(), 1) for value in _SETTINGS),

@@ -20,7 +20,7 @@ from gateway.http.exchange import HttpExchange
 from gateway.http.protocol import BoundedProtocol, ChunkedDecoder, protocol_class
 from gateway.request.routes import Route
 from gateway.transport.connection import TurnLimit
-from tests.fuzz.inputs import Check, Target, divide, seed
+from tests.fuzz.inputs import Divided, Target, seed
 from tests.http.recorded_transport import RecordedTransport
 
 LIMIT = 512
@@ -198,66 +198,57 @@ class Connections:
         self._served.append(Served(method, target, fields, body))
 
 
-def make_check() -> Check:
-    """The check of whole connections."""
-    connections, waiting = (
-        Connections(TurnLimit(seconds=math.inf)),
-        Connections(TurnLimit(seconds=-1)),
-    )
-
-    def check(data: bytes) -> None:
-        one = divide(data)
-        whole = connections.outcome([one.text])
-        expected = list(requests_in(one.text))
-        assert len(whole.served) <= len(expected), "a request was served that is not there"
-        for found, (wanted, _) in zip(whole.served, expected, strict=False):
-            assert found.method == wanted.method
-            assert found.fields == wanted.fields, "another caller"
-            assert found.body == wanted.body, "another body"
-            if found.target and wanted.target.startswith(b"/"):
-                assert found.target == wanted.target.removesuffix(b"?"), "another target"
-        ends = [end for _, end in expected] if one.choice % 2 else []
-        forms = [one.pieces(ends)]
-        if one.choice % 16 == 0:
-            forms.append([one.text[at : at + 1] for at in range(len(one.text))])
-        for pieces in forms:
-            cut = (waiting if one.choice % 4 < 2 else connections).outcome(pieces)
-            assert cut.served == whole.served, "cuts change what is served"
-            assert cut.statuses == whole.statuses, "cuts change the responses"
-
-    return check
+_CONNECTIONS = Connections(TurnLimit(seconds=math.inf))
+_WAITING = Connections(TurnLimit(seconds=-1))
 
 
-def make_chunk_check() -> Check:
-    """The check of chunked bodies alone."""
+def check(one: Divided) -> None:
+    """Check whole connections."""
+    whole = _CONNECTIONS.outcome([one.text])
+    expected = list(requests_in(one.text))
+    assert len(whole.served) <= len(expected), "a request was served that is not there"
+    for found, (wanted, _) in zip(whole.served, expected, strict=False):
+        assert found.method == wanted.method
+        assert found.fields == wanted.fields, "another caller"
+        assert found.body == wanted.body, "another body"
+        if found.target and wanted.target.startswith(b"/"):
+            assert found.target == wanted.target.removesuffix(b"?"), "another target"
+    ends = [end for _, end in expected] if one.choice % 2 else []
+    forms = [one.pieces(ends)]
+    if one.choice % 16 == 0:
+        forms.append(one.bytewise())
+    for pieces in forms:
+        cut = (_WAITING if one.choice % 4 < 2 else _CONNECTIONS).outcome(pieces)
+        assert cut.served == whole.served, "cuts change what is served"
+        assert cut.statuses == whole.statuses, "cuts change the responses"
 
-    def decoded(pieces: list[bytes], limit: int) -> tuple[bytes, int] | int:
-        """The body and its length on the wire; or the status of its error."""
-        decoder, body, used = ChunkedDecoder(limit), b"", 0
-        try:
-            for piece in pieces:
-                at = 0
-                while at < len(piece) and not decoder.done:
-                    at, part = decoder.feed(piece, at)
-                    body += part
-                    assert len(decoder._partial) <= limit + 300
-                used += at
-        except GatewayError as error:
-            return error.status
-        assert decoder.done or used == sum(map(len, pieces)), "bytes were left over"
-        return (body, used) if decoder.done else (body, -1)
 
-    def check(data: bytes) -> None:
-        one = divide(data)
-        limit = 8 + 4 * one.choice
-        whole = decoded([one.text], limit)
-        assert whole in (400, 431) or isinstance(whole, tuple)
-        if isinstance(whole, tuple) and whole[1] >= 0:
-            assert whole == _chunks(one.text, 0), "RFC 9112 reads another body"
-        assert decoded(one.pieces(), limit) == whole
-        assert decoded([one.text[at : at + 1] for at in range(len(one.text))], limit) == whole
+def _decoded(pieces: list[bytes], limit: int) -> tuple[bytes, int] | int:
+    """A chunked body and its length on the wire; or the status of its error."""
+    decoder, body, used = ChunkedDecoder(limit), b"", 0
+    try:
+        for piece in pieces:
+            at = 0
+            while at < len(piece) and not decoder.done:
+                at, part = decoder.feed(piece, at)
+                body += part
+                assert len(decoder._partial) <= limit + 300
+            used += at
+    except GatewayError as error:
+        return error.status
+    assert decoder.done or used == sum(map(len, pieces)), "bytes were left over"
+    return (body, used) if decoder.done else (body, -1)
 
-    return check
+
+def check_chunks(one: Divided) -> None:
+    """Check a chunked body alone."""
+    limit = 8 + 4 * one.choice
+    whole = _decoded([one.text], limit)
+    assert whole in (400, 431) or isinstance(whole, tuple)
+    if isinstance(whole, tuple) and whole[1] >= 0:
+        assert whole == _chunks(one.text, 0), "RFC 9112 reads another body"
+    assert _decoded(one.pieces(), limit) == whole
+    assert _decoded(one.bytewise(), limit) == whole
 
 
 _KEY = b"Authorization: Bearer lg_anna_secret\r\n"
@@ -269,7 +260,7 @@ _LENGTH = b"Content-Length: 2\r\n\r\n{}"
 
 HEAD = Target(
     "head",
-    make_check,
+    check,
     tuple(
         seed(text, choice)
         for choice, text in enumerate(
@@ -300,7 +291,7 @@ HEAD = Target(
 
 CHUNKS = Target(
     "chunks",
-    make_chunk_check,
+    check_chunks,
     tuple(
         seed(text, choice)
         for text, choice in (

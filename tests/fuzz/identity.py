@@ -28,7 +28,7 @@ from gateway.http.heads import HandlerConfig, parse_context, x_request_id_of
 from gateway.lease import KeyedHash
 from gateway.nodes.model_index import ModelIndex
 from gateway.terms import Headers, Priority
-from tests.fuzz.inputs import Check, Target, divide, seed
+from tests.fuzz.inputs import Divided, Target, seed
 
 KEYS = {"anna": "lg_anna_" + "a" * 43, "ben": "lg_ben_" + "b" * 43}
 
@@ -168,32 +168,29 @@ def _check_address(headers: Headers, peer: str | None) -> None:
     assert client_network(client_network(trusted).partition("/")[0]) == client_network(trusted)
 
 
-def make_check() -> Check:
-    """The check of one head, on every kind of listener."""
-    listeners = [
-        Listener(keys=keys, proxies=proxies, loopback=loopback)
-        for keys in (True, False)
-        for proxies in (True, False)
-        for loopback in (True, False)
-    ]
-    identity = IdentityHeaders.of(["X-User"], ["X-Session"])
+_LISTENERS = [
+    Listener(keys=keys, proxies=proxies, loopback=loopback)
+    for keys in (True, False)
+    for proxies in (True, False)
+    for loopback in (True, False)
+]
+_IDENTITY = IdentityHeaders.of(["X-User"], ["X-Session"])
 
-    def check(data: bytes) -> None:
-        one = divide(data)
-        headers = read_headers(one.text)
-        peer = PEERS[one.choice % len(PEERS)]
-        listeners[one.choice // 8 % len(listeners)].check(headers, peer)
-        _check_address(headers, peer)
-        forwarded = [*headers, (b"x-forwarded-for", b"1.2.3.4")]
-        assert not is_local(forwarded, loopback_listener=True, trusted_proxies=())
-        _check_lines(headers_for_client(headers, ("X-More",)), _TO_CLIENT)
-        _check_lines(headers_for_node(headers, ("X-More",)), _TO_NODE)
-        told = x_request_id_of(headers)
-        assert told is None or (told.isprintable() and 0 < len(told) <= 128)
-        session = identity.session_key(headers, "k")
-        assert session is None or (session.startswith("k/") and len(session) <= 130)
 
-    return check
+def check(one: Divided) -> None:
+    """Check one head, on every kind of listener."""
+    headers = read_headers(one.text)
+    peer = PEERS[one.choice % len(PEERS)]
+    _LISTENERS[one.choice // 8 % len(_LISTENERS)].check(headers, peer)
+    _check_address(headers, peer)
+    forwarded = [*headers, (b"x-forwarded-for", b"1.2.3.4")]
+    assert not is_local(forwarded, loopback_listener=True, trusted_proxies=())
+    _check_lines(headers_for_client(headers, ("X-More",)), _TO_CLIENT)
+    _check_lines(headers_for_node(headers, ("X-More",)), _TO_NODE)
+    told = x_request_id_of(headers)
+    assert told is None or (told.isprintable() and 0 < len(told) <= 128)
+    session = _IDENTITY.session_key(headers, "k")
+    assert session is None or (session.startswith("k/") and len(session) <= 130)
 
 
 _LINES = (
@@ -210,7 +207,7 @@ _LINES = (
 
 IDENTITY = Target(
     "identity",
-    make_check,
+    check,
     tuple(seed(text, choice) for choice, text in enumerate(_LINES * 8)),
     longest=1024,
 )  # fmt: skip

@@ -23,32 +23,6 @@ TAIL_BYTES = 6
 MOST_CPU_SECONDS = 1.0
 """CPU time of one input of some kilobytes; usual ones take a thousandth of that."""
 
-Check = Callable[[bytes], None]
-"""Tries one input. Raises whatever is wrong: AssertionError, or an exception nobody declared."""
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Code to be fuzzed."""
-
-    name: str
-    make_check: Callable[[], Check]
-    seeds: tuple[bytes, ...]
-    longest: int = 2048
-    """Bytes of the longest input."""
-
-    def timed_check(self, most: float = MOST_CPU_SECONDS) -> Check:
-        """Its check, which must not take longer than `most` seconds of CPU time."""
-        check = self.make_check()
-
-        def run(data: bytes) -> None:
-            began = time.thread_time()
-            check(data)
-            took = time.thread_time() - began
-            assert took < most, f"{len(data)} bytes took {took:.2f} s of CPU time"
-
-        return run
-
 
 @dataclass(frozen=True, slots=True)
 class Divided:
@@ -65,6 +39,10 @@ class Divided:
         edges = sorted({0, *self.cuts, *more_cuts, len(self.text)})
         return [self.text[begin:end] for begin, end in pairwise(edges)]
 
+    def bytewise(self) -> list[bytes]:
+        """The text in pieces of a byte."""
+        return [self.text[at : at + 1] for at in range(len(self.text))]
+
 
 def divide(data: bytes) -> Divided:
     """Divide an input; a short one is filled up."""
@@ -76,6 +54,25 @@ def divide(data: bytes) -> Divided:
 def seed(text: bytes, choice: int = 0, cuts: tuple[int, ...] = (20, 90, 130, 180, 240)) -> bytes:
     """An input of this text."""
     return text + bytes((choice, *cuts))
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Code to be fuzzed."""
+
+    name: str
+    check: Callable[[Divided], None]
+    """Tries one input. Raises what is wrong: AssertionError, or an exception nobody declared."""
+    seeds: tuple[bytes, ...]
+    longest: int = 2048
+    """Bytes of the longest input."""
+
+    def try_input(self, data: bytes, most: float = MOST_CPU_SECONDS) -> None:
+        """Check an input, which must not take longer than `most` seconds of CPU time."""
+        began = time.thread_time()
+        self.check(divide(data))
+        took = time.thread_time() - began
+        assert took < most, f"{len(data)} bytes took {took:.2f} s of CPU time"
 
 
 def dictionary_of(name: str) -> Path:

@@ -21,7 +21,7 @@ from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.terms import Caller, Priority
 from tests.callers.build import all_accounts
-from tests.fuzz.inputs import Check, Target, divide, seed
+from tests.fuzz.inputs import Divided, Target, seed
 from tests.lease_requests import a_lease_request
 
 PART = 2 * MINUTE / WINDOW_PARTS
@@ -250,13 +250,9 @@ def _within(added: list[tuple[float, int]], now: float, found: float) -> bool:
     return least <= found <= most
 
 
-def make_check() -> Check:
-    """The check of one sequence."""
-
-    def check(data: bytes) -> None:
-        Play(divide(data).text).play()
-
-    return check
+def check(one: Divided) -> None:
+    """Check one sequence."""
+    Play(one.text).play()
 
 
 _NO_LIMITS = bytes(42)
@@ -264,7 +260,7 @@ _SOME_LIMITS = bytes((3, 4, 5, 2, 2, 0, 0)) * 6
 
 LIMITS = Target(
     "limits",
-    make_check,
+    check,
     (
         seed(_NO_LIMITS + bytes((0, 40, 0, 80, 3, 1, 1, 0, 5, 20, 3, 2, 2, 2, 45, 0, 50))),
         seed(_SOME_LIMITS + bytes((0, 40, 0, 80, 3, 1, 1, 0, 5, 20, 3, 2, 2, 2, 45, 0, 50, 7, 0, 61))),

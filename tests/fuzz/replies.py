@@ -17,7 +17,7 @@ from gateway.forward.header_fields import headers_for_client
 from gateway.terms import Headers
 from gateway.transport.connection import NodeConnection, TurnLimit
 from gateway.transport.errors import UpstreamError
-from tests.fuzz.inputs import Check, Target, divide, seed
+from tests.fuzz.inputs import Divided, Target, seed
 from tests.http.recorded_transport import RecordedTransport
 
 MOST_REPLIES = 24
@@ -155,27 +155,22 @@ class Exchanges:
         self._connection = connection if reusable else None
 
 
-def make_check() -> Check:
-    """The check of one sequence of replies."""
-
-    def check(data: bytes) -> None:
-        one = divide(data)
-        exchanges = Exchanges()
-        for at in range(0, min(len(one.text), 3 * MOST_REPLIES) - 2, 3):
-            kind, variant, size = one.text[at : at + 3]
-            # Of few heads: what one reply leaves to another shows where a head comes again.
-            reply = reply_of(kind, variant % (1 + one.choice % VARIANTS), size)
-            cuts: list[int] = []
-            if kind >> 6 == 1:
-                cuts = sorted(cut % len(reply.data) for cut in (*one.cuts[:2], variant * size))
-            exchanges.run(reply, cuts, EXTRA[kind >> 6 == 3], asks=kind >> 4 & 3 != 3)
-
-    return check
+def check(one: Divided) -> None:
+    """Check one sequence of replies."""
+    exchanges = Exchanges()
+    for at in range(0, min(len(one.text), 3 * MOST_REPLIES) - 2, 3):
+        kind, variant, size = one.text[at : at + 3]
+        # Of few heads: what one reply leaves to another shows where a head comes again.
+        reply = reply_of(kind, variant % (1 + one.choice % VARIANTS), size)
+        cuts: list[int] = []
+        if kind >> 6 == 1:
+            cuts = sorted(cut % len(reply.data) for cut in (*one.cuts[:2], variant * size))
+        exchanges.run(reply, cuts, EXTRA[kind >> 6 == 3], asks=kind >> 4 & 3 != 3)
 
 
 REPLIES = Target(
     "replies",
-    make_check,
+    check,
     (
         # JSON, a stream with lines of its own, JSON with the first head.
         seed(bytes((0, 0, 5, 4, 36, 5, 0, 0, 5)), 47),

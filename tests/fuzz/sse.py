@@ -25,7 +25,7 @@ from gateway.api.responses import RESPONSES, ResponseLimits, ResponsesRepair
 from gateway.api.transcript import TranscriptRecorder
 from gateway.forward.event_pipeline import TokenIdExtractor
 from gateway.transport.errors import InvalidResponse
-from tests.fuzz.inputs import Check, Target, divide, seed
+from tests.fuzz.inputs import Divided, Target, seed
 
 LIMIT = 1 << 20
 """Bytes of the largest event: more than any input."""
@@ -167,36 +167,31 @@ def _check_transcript(events: bytes, single: list[bytes], api: Api) -> None:
         assert one.reasoning_text == other.reasoning_text
 
 
-def make_check() -> Check:
-    """The check of one node's stream."""
-
-    def check(data: bytes) -> None:
-        raw = divide(data)
-        # The filter knows the line ends of servers, LF and CRLF; a CR alone is undefined here.
-        one = replace(raw, text=_LONE_CR.sub(b"", raw.text))
-        api = APIS[one.choice % len(APIS)]
-        pieces = one.pieces()
-        whole, special = filtered([one.text], api)
-        cut, _ = filtered(pieces, api)
-        assert standard_events(whole) == standard_events(one.text), "events were lost or made"
-        assert standard_events(cut) == standard_events(whole), "cuts change the events"
-        silent, _ = filtered(pieces, api, comments=False)
-        assert standard_events(silent) == standard_events(whole)
-        framer = sse.EventFramer(SMALL_LIMIT, api.ordinary_events)
-        with suppress(InvalidResponse):
-            for piece in raw.pieces():
-                framer.feed(piece)
-                assert len(framer._tail) <= SMALL_LIMIT, "more than the limit is buffered"
-        try:
-            # As an attempt checks them before anything else reads them.
-            at = len(whole) - special
-            passed = whole[:at] + sse.validated(whole[at:])
-            sse.check_utf8(passed)
-        except InvalidResponse:
-            return
-        _check_behind(passed, api)
-
-    return check
+def check(raw: Divided) -> None:
+    """Check one node's stream."""
+    # The filter knows the line ends of servers, LF and CRLF; a CR alone is undefined here.
+    one = replace(raw, text=_LONE_CR.sub(b"", raw.text))
+    api = APIS[one.choice % len(APIS)]
+    pieces = one.pieces()
+    whole, special = filtered([one.text], api)
+    cut, _ = filtered(pieces, api)
+    assert standard_events(whole) == standard_events(one.text), "events were lost or made"
+    assert standard_events(cut) == standard_events(whole), "cuts change the events"
+    silent, _ = filtered(pieces, api, comments=False)
+    assert standard_events(silent) == standard_events(whole)
+    framer = sse.EventFramer(SMALL_LIMIT, api.ordinary_events)
+    with suppress(InvalidResponse):
+        for piece in raw.pieces():
+            framer.feed(piece)
+            assert len(framer._tail) <= SMALL_LIMIT, "more than the limit is buffered"
+    try:
+        # As an attempt checks them before anything else reads them.
+        at = len(whole) - special
+        passed = whole[:at] + sse.validated(whole[at:])
+        sse.check_utf8(passed)
+    except InvalidResponse:
+        return
+    _check_behind(passed, api)
 
 
 def _event(data: bytes, name: bytes = b"") -> bytes:
@@ -229,7 +224,7 @@ _RESPONSES = (
 
 SSE = Target(
     "sse",
-    make_check,
+    check,
     (
         seed(_CHAT, 0),
         seed(_CHAT.replace(b'"delta":{"content":"Hi"}', b'"text":"Hi"'), 1),

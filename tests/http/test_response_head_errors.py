@@ -24,63 +24,50 @@ CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 OTHERS = [path for path in GENERATION_PATHS if path != MESSAGES]
 
 
-@in_virtual_time
-async def test_a_nodes_error_passes_unchanged_or_gets_a_message(tmp_path: Path) -> None:
-    async with proxy_over(tmp_path, node := EmulatedNode()) as proxy:
-
-        @each_case(
-            ("path", "status", "said", "reason"),
-            [
-                *((path, 400, SAID, "invalid_request") for path in OTHERS),
-                (CHAT, 413, SAID, "request_too_large"),
-                (CHAT, 422, SAID, "invalid_request"),
-                (CHAT, 500, SAID, "node_error"),
-                (MESSAGES, 400, ANTHROPICS, "invalid_request"),
-                *((path, 413, "", "request_too_large") for path in OTHERS),
-            ],
-        )
-        async def check(path: str, status: int, said: str, reason: str) -> None:
-            node.faults.next("status", status=status, body=said, path=path)
-            reply = await proxy.ask(path)
-            assert (reply.status_code, reply.headers["x-gateway-reason"]) == (status, reason)
-            if said:
-                assert reply.text == said
-            else:
-                assert reply.headers["content-type"] == "application/json"
-                assert reply.json()["error"]["code"] == reason
-
-        await check()
+NO_JSON = "The node answered with status 400."
 
 
 @in_virtual_time
-async def test_anthropics_clients_get_a_nodes_error_in_their_form(tmp_path: Path) -> None:
-    no_json = "The node answered with status 400."
+async def test_a_nodes_error_passes_unchanged_or_gets_a_message_and_anthropics_form(
+    tmp_path: Path,
+) -> None:
     async with proxy_over(tmp_path, node := EmulatedNode()) as proxy:
 
         @each_case(
-            ("path", "stream", "status", "said", "kind", "message"),
+            ("path", "status", "said", "reason", "anthropics"),
             [
-                (MESSAGES, False, 400, SAID, "invalid_request_error", "No such thing"),
-                (MESSAGES, True, 413, SAID, "request_too_large", "No such thing"),
-                (MESSAGES, False, 500, SAID, "api_error", "No such thing"),
-                (f"{MESSAGES}/count_tokens", False, 400, SAID, "invalid_request_error",
-                 "No such thing"),
-                *((MESSAGES, False, 400, said, "invalid_request_error", no_json)
+                *((path, 400, SAID, "invalid_request", ()) for path in OTHERS),
+                (CHAT, 413, SAID, "request_too_large", ()),
+                (CHAT, 422, SAID, "invalid_request", ()),
+                (CHAT, 500, SAID, "node_error", ()),
+                (MESSAGES, 400, ANTHROPICS, "invalid_request", ()),
+                *((path, 413, "", "request_too_large", ()) for path in OTHERS),
+                *((path, 400, SAID, "invalid_request", ("invalid_request_error", "No such thing"))
+                  for path in (MESSAGES, f"{MESSAGES}/count_tokens")),
+                (MESSAGES, 413, SAID, "request_too_large", ("request_too_large", "No such thing")),
+                (MESSAGES, 500, SAID, "node_error", ("api_error", "No such thing")),
+                *((MESSAGES, 400, said, "invalid_request", ("invalid_request_error", NO_JSON))
                   for said in ("<html>no</html>", "", '{"error":7}')),
             ],
         )  # fmt: skip
         async def check(
-            path: str, *, stream: bool, status: int, said: str, kind: str, message: str
+            path: str, status: int, said: str, reason: str, anthropics: tuple[str, ...]
         ) -> None:
             node.faults.next("status", status=status, body=said, path=path)
-            reply = await proxy.ask(path, messages=[], stream=stream)
-            assert reply.status_code == status
-            assert reply.headers["content-type"] == "application/json"
-            assert reply.json() == {
-                "type": "error",
-                "error": {"type": kind, "message": message},
-                "request_id": reply.headers["request-id"],
-            }
+            reply = await proxy.ask(path, messages=[], stream=status == 413)
+            assert (reply.status_code, reply.headers["x-gateway-reason"]) == (status, reason)
+            if anthropics or not said:
+                assert reply.headers["content-type"] == "application/json"
+            if anthropics:
+                assert reply.json() == {
+                    "type": "error",
+                    "error": dict(zip(("type", "message"), anthropics, strict=True)),
+                    "request_id": reply.headers["request-id"],
+                }
+            elif said:
+                assert reply.text == said
+            else:
+                assert reply.json()["error"]["code"] == reason
 
         await check()
 
