@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
 import socket
 import time
@@ -20,6 +19,7 @@ import httpx
 import pytest
 
 from gateway import errors
+from gateway.callers.keys import new_key
 from gateway.config.scheduling import TimeoutSettings
 from gateway.events import AttemptEnded
 from gateway.forward.in_flight import (
@@ -267,17 +267,6 @@ CALM: dict[str, Any] = {
 }
 
 
-def keys(*names: str) -> list[dict[str, str]]:
-    return [
-        {"id": name, "sha256": hashlib.sha256(name.encode()).hexdigest(), "name": name}
-        for name in names
-    ]
-
-
-def key(name: str) -> dict[str, str]:
-    return {"authorization": f"Bearer lg_{name}_{name}"}
-
-
 @pytest.mark.parametrize("count", [1, 2, 3])
 @in_virtual_time
 async def test_one_caller_ejects_no_node(tmp_path: Path, count: int) -> None:
@@ -307,14 +296,16 @@ async def test_one_caller_ejects_no_node(tmp_path: Path, count: int) -> None:
 @in_virtual_time
 async def test_a_node_that_fails_several_callers_is_ejected(tmp_path: Path) -> None:
     server = EmulatedNode(answer_tokens=8)
-    names = ("ann", "bob", "cid")
-    async with proxy_over(tmp_path, server, keys=keys(*names), **CALM) as proxy:
+    made = [new_key() for _ in range(3)]
+    keys = [{"id": key.id, "sha256": key.sha256} for key in made]
+    ann, bob, cid = ({"authorization": f"Bearer {key.text}"} for key in made)
+    async with proxy_over(tmp_path, server, keys=keys, **CALM) as proxy:
         server.faults.set("reset", after_events=2)
         for _ in range(5):
-            await proxy.stream(headers=key("ann"))
-            await proxy.stream(headers=key("bob"))
+            await proxy.stream(headers=ann)
+            await proxy.stream(headers=bob)
         assert proxy.node("a").state is NodeState.READY
-        await proxy.stream(headers=key("cid"))
+        await proxy.stream(headers=cid)
         assert proxy.node("a").state is NodeState.EJECTED
 
 
@@ -375,19 +366,6 @@ async def test_a_client_may_leave_while_its_node_is_being_connected(
             assert node.failures == 0
             assert (proxy.finished[0].prompt_tokens, proxy.finished[0].slot_seconds) == (0, 0.0)
         await one.revive()
-
-
-@in_virtual_time
-async def test_a_client_may_leave_between_its_attempts(tmp_path: Path) -> None:
-    one, two = EmulatedNode(slots=1), EmulatedNode(slots=1)
-    retries = {"backoff": 5.0, "backoff_max": 5.0}
-    async with proxy_over(tmp_path, one, two, nodes=A_FIRST, retries=retries) as proxy:
-        one.faults.set("reset")
-        asked = asyncio.create_task(proxy.ask())
-        await until(lambda: proxy.outcomes == [("a", "reset")])
-        await leave(proxy, asked)
-        assert proxy.app.scheduler.queue_positions() == []
-        assert len(proxy.app.registry) == two.requests == 0
 
 
 @asynccontextmanager

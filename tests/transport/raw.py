@@ -59,11 +59,6 @@ class RawServer:
     def address(self) -> NodeAddress:
         return NodeAddress("127.0.0.1", self.port, b"", b"host: n\r\n")
 
-    async def until(self, condition: Callable[[], bool], limit: float = 30.0) -> None:
-        async with asyncio.timeout(limit):
-            while not condition():  # noqa: ASYNC110 - any condition of a test
-                await asyncio.sleep(0.002)
-
 
 @asynccontextmanager
 async def raw_server(script: Script, tls: ssl.SSLContext | None = None) -> AsyncIterator[RawServer]:
@@ -139,19 +134,3 @@ def always(reply: bytes) -> Script:
             await peer.say(reply)
 
     return script
-
-
-class Silent(asyncio.Transport):
-    """A transport that leads nowhere: what would come from it is fed to the connection."""
-
-    closed = False
-
-    def write(self, data: bytes | bytearray | memoryview) -> None: ...
-    def is_closing(self) -> bool:
-        return self.closed
-
-    def abort(self) -> None:
-        self.closed = True
-
-    def pause_reading(self) -> None: ...
-    def resume_reading(self) -> None: ...

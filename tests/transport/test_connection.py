@@ -31,7 +31,9 @@ from gateway.transport.errors import (
 )
 from gateway.transport.pool import ConnectionPool, NodeAddress
 from tests.each_case import each_case
-from tests.transport.raw import HOWEVER_SLOW, Peer, RawServer, Script, Silent, once, raw_server
+from tests.gateways import until
+from tests.http.recorded_transport import RecordedTransport
+from tests.transport.raw import HOWEVER_SLOW, Peer, RawServer, Script, once, raw_server
 from tests.virtual import in_virtual_time, now
 
 ASK = b"GET /x HTTP/1.1\r\nhost: n\r\n\r\n"
@@ -122,9 +124,9 @@ async def test_a_response_that_is_cut_off_is_a_reset_and_not_stale() -> None:
 
 
 async def test_the_bytes_before_a_cut_are_read_before_it_is_raised() -> None:
-    async with asking(once(CHUNKED + b"5\r\nhello\r\n5\r\nwo")) as (server, connection):
+    async with asking(once(CHUNKED + b"5\r\nhello\r\n5\r\nwo")) as (_, connection):
         await connection.read_status()
-        await server.until(lambda: not connection.alive)
+        await until(lambda: not connection.alive)
         assert await connection.read() == b"hellowo"
         with pytest.raises(ConnectionReset):
             await connection.read()
@@ -201,11 +203,11 @@ async def test_a_reader_that_lags_stops_the_node() -> None:
             sent += 1
         await peer.say(b"0\r\n\r\n")
 
-    async with asking(script) as (server, connection):
+    async with asking(script) as (_, connection):
         await connection.read_status()
         transport = connection.transport
         assert transport is not None
-        await server.until(lambda: not transport.is_reading())
+        await until(lambda: not transport.is_reading())
         stood = -1
         while stood != sent:  # the kernel's buffers are still sent
             stood = sent
@@ -252,7 +254,7 @@ async def test_a_reader_that_is_cancelled_leaves_nothing_behind(stage: str) -> N
         with pytest.raises(asyncio.CancelledError):
             await reading
         connection.close()
-        await server.until(lambda: server.open == 0)
+        await until(lambda: server.open == 0)
         assert not connection.alive
     gc.collect()  # An error that nobody has taken would be told now.
 
@@ -262,7 +264,7 @@ async def test_a_reader_that_is_cancelled_leaves_nothing_behind(stage: str) -> N
 
 def fed(loop: asyncio.AbstractEventLoop, pieces: list[bytes]) -> NodeConnection:
     connection = NodeConnection(loop)
-    connection.connection_made(Silent())
+    connection.connection_made(RecordedTransport())
     connection.send(ASK)
     for piece in pieces:
         if connection.alive:
@@ -316,7 +318,7 @@ def test_a_relay_gets_whole_chunks_whose_bytes_are_those_of_the_body(
     found: list[bytes] = []
     with contextlib.closing(asyncio.new_event_loop()) as loop:
         connection = NodeConnection(loop)
-        connection.connection_made(Silent())
+        connection.connection_made(RecordedTransport())
         connection.send(b"")
 
         def relay(chunk: bytes, start: int) -> bool:

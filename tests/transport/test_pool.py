@@ -101,12 +101,12 @@ async def test_a_connection_that_was_idle_for_too_long_is_not_used_and_closed_in
         assert server.opened == 1
         loop.now += IDLE_SECONDS
         assert pool.take_idle() is None
-        await server.until(lambda: server.open == 0)
+        await until(lambda: server.open == 0)
         pool.close()
         pool = pool_of(server, idle_seconds=0.05)
         await asyncio.gather(*(ask(pool) for _ in range(3)))
         assert server.opened == 4
-        await server.until(lambda: server.open == 0)
+        await until(lambda: server.open == 0)
 
 
 async def test_a_request_on_stale_connections_is_sent_again_until_one_is_not() -> None:
@@ -139,7 +139,7 @@ async def test_a_connection_that_can_not_be_used_again_is_closed(spoilt: str) ->
             pool.close()
         pool.release(connection)
         assert pool.take_idle() is None
-        await server.until(lambda: server.open == 0)
+        await until(lambda: server.open == 0)
         pool.close()
 
 
@@ -149,11 +149,11 @@ async def test_a_closed_pool_closes_idle_connections_and_leaves_used_ones() -> N
         idle, used = await exchanged(pool), await exchanged(pool)
         pool.release(idle)
         pool.close()
-        await server.until(lambda: server.open == 1)
+        await until(lambda: server.open == 1)
         used.send(ASK)
         assert await used.read_status() == 200
         pool.release(used)
-        await server.until(lambda: server.open == 0)
+        await until(lambda: server.open == 0)
 
 
 async def test_a_request_on_a_new_connection_that_breaks_is_not_sent_again() -> None:
@@ -179,7 +179,7 @@ async def test_a_connection_whose_caller_gives_up_before_sending_is(unused: bool
         pool = pool_of(server)
         with pytest.raises(ConnectTimedOut):
             await exchanged(pool, on_connected=give_up)
-        await server.until(lambda: server.open == unused)
+        await until(lambda: server.open == unused)
         await ask(pool)
         assert pool.connections_opened == 2 - unused
         pool.close()
@@ -319,7 +319,7 @@ async def test_a_certificate_of_an_unknown_authority_or_another_name_is_rejected
     async with raw_server(always(OKAY), server_side) as server:
         with pytest.raises(ConnectFailed, match="certificate"):
             await tls_pool(server, **tls).connect(LIMIT)
-        await server.until(lambda: server.open == 0)
+        await until(lambda: server.open == 0)
 
 
 @pytest.mark.parametrize(
@@ -338,7 +338,7 @@ async def test_a_server_behind_an_https_url_that_answers_in_plain_or_not_at_all_
     async with raw_server(script) as server:
         with pytest.raises(error):
             await tls_pool(server, verify=False).connect(limit)
-        await server.until(lambda: server.opened == 1 and server.open == 0)
+        await until(lambda: server.opened == 1 and server.open == 0)
 
 
 # A resolver that hangs or fails affects only nodes whose names have never been resolved.

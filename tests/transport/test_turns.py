@@ -18,7 +18,6 @@ from gateway.request.routes import Route
 from gateway.transport.connection import TURN_SECONDS, NodeConnection, TurnLimit
 from gateway.transport.eager_task import EagerTask, ensure_task
 from tests.http.recorded_transport import RecordedTransport
-from tests.transport.raw import Silent
 
 CONNECTIONS = 100
 PART = 0.001
@@ -69,7 +68,7 @@ async def test_a_burst_from_nodes_is_worked_on_in_turns_that_are_short() -> None
         return not connection.complete
 
     for connection in connections:
-        connection.connection_made(Silent())
+        connection.connection_made(RecordedTransport())
         connection.send(b"")
         connection.wait_for_data(partial(take, connection))
     for part in (HEAD, *PARTS):
@@ -102,7 +101,7 @@ async def test_a_burst_from_clients_is_worked_on_in_turns_that_are_short() -> No
 async def test_what_waits_is_received_before_the_end_of_its_connection() -> None:
     loop, turn = asyncio.get_running_loop(), TurnLimit(seconds=-1)
     connection = NodeConnection(loop, turn=turn)
-    connection.connection_made(Silent())
+    connection.connection_made(RecordedTransport())
     connection.send(b"")
     turn.look(loop)
     connection.data_received(HEAD + PARTS[0])
