@@ -49,28 +49,9 @@ async def until_ended(running: Running, id_: str) -> None:
     await eventually(look)
 
 
-async def test_a_process_without_duties_runs_nothing_and_one_with_them_does(tmp_path: Path) -> None:
-    node = EmulatedNode(slots=2, decode_tps=4, answer_tokens=1000)
-    async with (
-        node,
-        running_gateway(tmp_path, [node.url]) as first,
-        running_gateway(tmp_path, [node.url]) as second,
-        asyncio.timeout(60),
-    ):
-        id_ = await begun(first)
-        for number, running in enumerate((first, second, first, second)):
-            assert node.requests == number
-            assert node.busy == 0
-            await take_over(running)
-            await until(lambda: node.busy == 1)
-            await running.gateway.end_duties()
-            await until(lambda: node.busy == 0)
-        await take_over(second)
-        node.engine.decode_tps = 1e9
-        await until_ended(first, id_)
-
-
-async def test_what_a_deposed_process_ran_is_run_by_the_next_one_at_once(tmp_path: Path) -> None:
+async def test_a_process_without_duties_runs_nothing_and_what_a_deposed_one_ran_is_run_at_once(
+    tmp_path: Path,
+) -> None:
     node = EmulatedNode(slots=2, decode_tps=4, answer_tokens=1000)
     async with (
         node,
@@ -78,10 +59,16 @@ async def test_what_a_deposed_process_ran_is_run_by_the_next_one_at_once(tmp_pat
         running_gateway(tmp_path, [node.url]) as second,
         asyncio.timeout(50),  # less than a lease
     ):
-        await take_over(first)
         id_ = await begun(first)
+        for number, running in enumerate((first, second, first, second)):
+            assert (node.requests, node.busy) == (number, 0)
+            await take_over(running)
+            await until(lambda: node.busy == 1)
+            await running.gateway.end_duties()
+            await until(lambda: node.busy == 0)
+        await take_over(second)
         await until(lambda: node.busy == 1)
-        await take_over(second)  # The first one does not know that it was deposed.
-        await until(lambda: node.requests == 2)
+        await take_over(first)  # The second one does not know that it was deposed.
+        await until(lambda: node.requests == 6)
         node.engine.decode_tps = 1e9
         await until_ended(second, id_)

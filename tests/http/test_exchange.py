@@ -71,22 +71,6 @@ async def asking(gate: Public, data: bytes) -> AsyncIterator[RawConnection]:
         yield wire
 
 
-@in_virtual_time
-async def test_a_client_that_leaves_the_queue_takes_no_slot(tmp_path: Path) -> None:
-    async with public(tmp_path, QUICK, EmulatedNode(slots=1)) as gate:
-        gate.node.faults.next("hang", after_events=1)
-        async with asking(gate, request(STREAM)):
-            await until(lambda: gate.node.busy == 1)
-            async with asking(gate, request(STREAM)):
-                scheduler = gate.running.gateway.scheduler
-                await until(lambda: len(scheduler.queue_positions()) == 1)
-            await until(lambda: scheduler.queue_positions() == [])
-            await until(lambda: len(gate.records()) == 1)
-            assert (gate.records()[0].status, gate.records()[0].attempts) == (499, 0)
-            assert gate.node.requests == 1
-            assert len(gate.running.gateway.registry) == 1
-
-
 @pytest.mark.parametrize(("size", "stream"), [(10, True), (100_000, False)])
 @in_virtual_time
 async def test_a_client_that_leaves_before_the_nodes_head_leaves_no_connection(
@@ -163,18 +147,6 @@ async def test_a_client_that_leaves_after_it_has_sent_no_more_frees_the_slot(
         await left(gate)
         assert now() - left_at < 10
         gate.node.faults.clear()
-
-
-@in_virtual_time
-async def test_a_client_that_leaves_within_its_body_reaches_no_node(tmp_path: Path) -> None:
-    async with public(tmp_path, QUICK) as gate:
-        async with asking(gate, request(b'{"messages"', length=5000)):
-            await until(lambda: gate.running.gateway.handler.body_memory.total_bytes > 0)
-        await until(lambda: len(gate.records()) == 1)
-        record = gate.records()[0]
-        assert (record.status, record.attempts) == (499, 0)
-        assert gate.running.gateway.handler.body_memory.total_bytes == 0
-        assert gate.node.requests == 0
 
 
 @pytest.mark.timeout(300)
