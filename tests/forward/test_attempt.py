@@ -1,21 +1,16 @@
 """How long a node may take, what excuses its silence, and what else ends a request."""
 
-# ruff: noqa: SIM117 - a client stands within its proxy
-
 from __future__ import annotations
 
 import asyncio
 import math
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import urlsplit
 
-import httpx
 import pytest
 
 from gateway import errors
@@ -33,20 +28,15 @@ from gateway.nodes.health import another_prefills
 from gateway.nodes.node import Lease, LeasePhase, NodeState
 from gateway.transport.errors import InvalidResponse, UpstreamError
 from tests.api.events import event
-from tests.emulator import EmulatedNode, expected_chat_text
-from tests.emulator.raw_connection import chat, post, raw_connection
+from tests.emulator import EmulatedNode
 from tests.forward.granted_lease import a_granted_lease, a_node_info, a_proxy_request
 from tests.forward.proxy_over_nodes import (
     A_FIRST,
     BODIES,
-    GENERATION_PATHS,
-    MESSAGES,
-    ProxyOverNodes,
     proxy_over,
 )
 from tests.gateways import until
 from tests.nodes.build import Clock, a_node, take
-from tests.transport.raw import full_backlog
 from tests.virtual import in_virtual_time, now
 
 LIMITS = AttemptTimeouts(first_byte=60.0, silence=20.0, deadline=1000.0)
@@ -178,85 +168,6 @@ async def test_a_gateway_that_was_held_up_reads_before_it_checks_timeouts(answer
     watch.close()
 
 
-# A client that stops reading: what ends its request, and that nothing is left of it.
-
-
-WHOLE = 8 << 20  # bytes of a plain response: more than the sockets' buffers take
-
-
-def answers_at_length(node: EmulatedNode) -> None:
-    answer = '{"choices": [{"message": {"role": "assistant", "content": "hi"}}]}'
-    node.faults.next("status", status=200, body=answer + " " * WHOLE)
-
-
-def connections(proxy: ProxyOverNodes) -> int:
-    public = proxy.app.public_listener
-    assert public is not None
-    return len(public.protocol.connection_limiter)
-
-
-async def until_over(proxy: ProxyOverNodes, code: int) -> None:
-    await until(lambda: len(proxy.finished) == 1)
-    assert proxy.finished[0].status == code
-    await until(lambda: proxy.servers["a"].busy == 0)
-    await until(lambda: proxy.node("a").leased == 0)
-
-
-def endless() -> EmulatedNode:
-    """A node that writes more than the sockets' buffers take."""
-    return EmulatedNode(slots=1, context=1_000_000, decode_tps=4000, answer_tokens=100_000)
-
-
-@pytest.mark.parametrize(("ended_by", "status"), [("the total timeout", 504), ("an operator", 503)])
-@in_virtual_time
-async def test_a_request_whose_client_stalls_can_be_ended(
-    tmp_path: Path, ended_by: str, status: int
-) -> None:
-    async with proxy_over(tmp_path, endless(), timeouts={"total": 5.0}) as proxy:
-        async with slow_client(proxy, timings_per_token=True):
-            await until_it_lags(proxy)
-            if ended_by == "an operator":
-                (in_flight,) = proxy.app.registry
-                in_flight.cancel(errors.shutting_down())
-            await until_over(proxy, status)
-
-
-@pytest.mark.parametrize("stream", [True, False])
-@in_virtual_time
-async def test_a_client_that_stalls_for_long_is_disconnected(tmp_path: Path, stream: bool) -> None:
-    async with proxy_over(tmp_path, one := endless(), limits={"send_timeout": 0.5}) as proxy:
-        if not stream:
-            answers_at_length(one)
-        async with slow_client(proxy, timings_per_token=True, stream=stream):
-            await until_over(proxy, 499 if stream else 200)
-            await until(lambda: connections(proxy) == 0)
-        assert proxy.node("a").failures == 0
-
-
-@in_virtual_time
-async def test_a_client_that_reads_a_little_now_and_then_is_not_disconnected(
-    tmp_path: Path,
-) -> None:
-    one = EmulatedNode()
-    loop = asyncio.get_running_loop()
-    async with proxy_over(tmp_path, one, limits={"send_timeout": 5.0}) as proxy:
-        answers_at_length(one)
-        with socket.socket() as client:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.setblocking(False)
-            parts = urlsplit(proxy.running.url)
-            await loop.sock_connect(client, (parts.hostname, parts.port))
-            await loop.sock_sendall(client, post(PATH, chat(stream=False)))
-            await until_over(proxy, 200)
-            end, size = loop.time() + 4 * 5.0, 0
-            while loop.time() < end:
-                size += len(await loop.sock_recv(client, 1024))
-                await asyncio.sleep(0.1)
-            # So little that the kernel has accepted nothing more.
-            assert size < 1 << 18
-            assert connections(proxy) == 1
-
-
 # Who is to blame for a failure: the node or the request.
 
 
@@ -325,89 +236,6 @@ async def test_neither_a_node_that_answers_the_retry_itself_nor_a_slow_one_is_bl
             server.engine.answer_tokens = 8
         circuit = proxy.node("a").circuit
         assert (circuit.failures, circuit.suspect_callers) == (0, set())
-
-
-# A client that leaves frees its slot or place in the queue; a slow one takes nobody else's.
-
-
-PATH = GENERATION_PATHS[0]
-
-
-def descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
-async def leave(proxy: ProxyOverNodes, task: asyncio.Task[httpx.Response]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    await until(lambda: len(proxy.finished) == 1, 1.0)
-    assert (proxy.finished[0].status, proxy.finished[0].reason) == (499, "client_closed")
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@in_virtual_time
-async def test_a_client_may_leave_while_its_node_is_being_connected(
-    tmp_path: Path, stream: bool
-) -> None:
-    one = EmulatedNode(slots=1)
-    async with proxy_over(tmp_path, one, health={"interval": 60.0}) as proxy:
-        await one.kill()
-        node = proxy.node("a")
-        with full_backlog(one.port):
-            before = descriptors()
-            asked = asyncio.create_task(proxy.ask(stream=stream))
-            await until(lambda: node.leased == 1)
-            await asyncio.sleep(0.1)
-            assert node.leased == 1
-            await leave(proxy, asked)
-            # Nothing was sent: the slot is free at once.
-            await until(lambda: node.leased == 0, 0.5)
-            await until(lambda: descriptors() <= before, 2.0)
-            assert node.failures == 0
-            assert (proxy.finished[0].prompt_tokens, proxy.finished[0].slot_seconds) == (0, 0.0)
-        await one.revive()
-
-
-@asynccontextmanager
-async def slow_client(proxy: ProxyOverNodes, **more: object) -> AsyncIterator[None]:
-    """A client that reads nothing."""
-    async with raw_connection(proxy.running.url) as wire:
-        sock = wire.writer.get_extra_info("socket")
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        await wire.send(post(PATH, chat("say something", **more)))
-        await wire.head()
-        wire.writer.transport.pause_reading()  # type: ignore[attr-defined]
-        yield
-
-
-async def until_it_lags(proxy: ProxyOverNodes) -> None:
-    (in_flight,) = proxy.app.registry
-    await until(lambda: in_flight.attempt is not None and in_flight.attempt.client_lagging)
-
-
-@pytest.mark.timeout(300)
-@in_virtual_time
-async def test_a_slow_client_holds_no_slot_once_its_response_is_received(tmp_path: Path) -> None:
-    one = EmulatedNode(slots=1, context=1_000_000, decode_tps=4000, answer_tokens=100_000)
-    async with proxy_over(tmp_path, one) as proxy:
-        node = proxy.node("a")
-        # How much the sockets' buffers take depends on the machine.
-        async with slow_client(proxy, timings_per_token=True):
-            await until_it_lags(proxy)
-            tokens = one.engine.tokens + 200
-        await proxy.settled()
-        async with slow_client(proxy, timings_per_token=True, max_tokens=tokens):
-            await until_it_lags(proxy)
-            await until(lambda: one.busy == 0)
-            await until(lambda: node.leased == 0, 2.0)
-            assert len(proxy.app.registry) == 1, "it has all been sent: no test"
-            quick = await proxy.ask(max_tokens=5)
-            assert quick.json()["choices"][0]["message"]["content"] == expected_chat_text(
-                MESSAGES, 5
-            )
-        await proxy.settled()
-        assert [record.status for record in proxy.finished] == [499, 200, 499]
-        assert node.failures == 0
 
 
 @in_virtual_time

@@ -10,15 +10,18 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
+from gateway import errors
 from gateway.forward.forwarder import Forwarder
 from gateway.http.exchange import HttpExchange
 from gateway.nodes.node import Node, NodeState
-from tests.emulator import EmulatedNode
+from tests.emulator import EmulatedNode, expected_chat_text
 from tests.emulator.raw_connection import RawConnection, raw_connection
 from tests.gateways import running_gateway, until
+from tests.transport.raw import full_backlog
 from tests.virtual import in_virtual_time, now
 from tests.web.raw_client import CHAT, HELLO, Public, answer, public, request
 
@@ -147,6 +150,141 @@ async def test_a_client_that_leaves_after_it_has_sent_no_more_frees_the_slot(
         await left(gate)
         assert now() - left_at < 10
         gate.node.faults.clear()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@in_virtual_time
+async def test_a_client_may_leave_while_its_node_is_being_connected(
+    tmp_path: Path, stream: bool
+) -> None:
+    node = EmulatedNode(slots=1)
+    async with public(tmp_path, CALM, node) as gate:
+        await node.kill()
+        with full_backlog(node.port):
+            before = descriptors()
+            async with asking(gate, request({**HELLO, "stream": stream})):
+                await until(lambda: the_node(gate).leased == 1)
+                await asyncio.sleep(0.1)
+                assert the_node(gate).leased == 1
+            await left(gate)
+            # Nothing was sent: the slot is free at once.
+            await until(lambda: the_node(gate).leased == 0, 0.5)
+            await until(lambda: descriptors() <= before, 2.0)
+            assert (gate.ended[0].prompt_tokens, gate.ended[0].slot_seconds) == (0, 0.0)
+        await node.revive()
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+# A client that stops reading: what ends its request, and that nothing is left of it.
+
+
+def endless() -> EmulatedNode:
+    """A node that writes more than the sockets' buffers take."""
+    return EmulatedNode(slots=1, context=1_000_000, decode_tps=4000, answer_tokens=100_000)
+
+
+def answers_at_length(node: EmulatedNode) -> None:
+    """As long as the buffers of sockets do not take."""
+    answer = '{"choices": [{"message": {"role": "assistant", "content": "hi"}}]}'
+    node.faults.next("status", status=200, body=answer + " " * (8 << 20))
+
+
+@asynccontextmanager
+async def reading_nothing(gate: Public, **body: Any) -> AsyncIterator[None]:
+    async with raw_connection(gate.url) as wire:
+        sock = wire.writer.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        await wire.send(request({**STREAM, "timings_per_token": True, **body}))
+        await wire.head()
+        wire.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        yield
+
+
+async def until_it_lags(gate: Public) -> None:
+    (in_flight,) = gate.running.gateway.registry
+    await until(lambda: in_flight.attempt is not None and in_flight.attempt.client_lagging)
+
+
+async def ended(gate: Public, status: int) -> None:
+    assert (await gate.last()).status == status
+    await until(lambda: (gate.node.busy, the_node(gate).leased) == (0, 0))
+
+
+@pytest.mark.parametrize(("ended_by", "status"), [("the total timeout", 504), ("an operator", 503)])
+@in_virtual_time
+async def test_a_request_whose_client_stalls_can_be_ended(
+    tmp_path: Path, ended_by: str, status: int
+) -> None:
+    settings = {**QUICK, "timeouts": {"total": 5.0}}
+    async with public(tmp_path, settings, endless()) as gate, reading_nothing(gate):
+        await until_it_lags(gate)
+        if ended_by == "an operator":
+            (in_flight,) = gate.running.gateway.registry
+            in_flight.cancel(errors.shutting_down())
+        await ended(gate, status)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@in_virtual_time
+async def test_a_client_that_stalls_for_long_is_disconnected(tmp_path: Path, stream: bool) -> None:
+    settings = {**QUICK, "limits": {"send_timeout": 0.5}}
+    async with public(tmp_path, settings, node := endless()) as gate:
+        if not stream:
+            answers_at_length(node)
+        async with reading_nothing(gate, stream=stream):
+            await ended(gate, 499 if stream else 200)
+            await gate.all_disconnected()
+        assert the_node(gate).failures == 0
+
+
+@in_virtual_time
+async def test_a_client_that_reads_a_little_now_and_then_is_not_disconnected(
+    tmp_path: Path,
+) -> None:
+    loop = asyncio.get_running_loop()
+    async with public(tmp_path, {**QUICK, "limits": {"send_timeout": 5.0}}) as gate:
+        answers_at_length(gate.node)
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            to = urlsplit(gate.url)
+            await loop.sock_connect(client, (to.hostname, to.port))
+            await loop.sock_sendall(client, request())
+            await ended(gate, 200)
+            end, size = loop.time() + 4 * 5.0, 0
+            while loop.time() < end:
+                size += len(await loop.sock_recv(client, 1024))
+                await asyncio.sleep(0.1)
+            # So little that the kernel has accepted nothing more.
+            assert size < 1 << 18
+            listener = gate.running.gateway.public_listener
+            assert listener is not None
+            assert len(listener.connections) == 1
+
+
+@pytest.mark.timeout(300)
+@in_virtual_time
+async def test_a_slow_client_holds_no_slot_once_its_response_is_received(tmp_path: Path) -> None:
+    async with public(tmp_path, QUICK, node := endless()) as gate:
+        # How much the sockets' buffers take depends on the machine.
+        async with reading_nothing(gate):
+            await until_it_lags(gate)
+            tokens = node.engine.tokens + 200
+        await ended(gate, 499)
+        async with reading_nothing(gate, max_tokens=tokens):
+            await until_it_lags(gate)
+            await until(lambda: node.busy == 0)
+            await until(lambda: the_node(gate).leased == 0, 2.0)
+            assert len(gate.running.gateway.registry) == 1, "it has all been sent: no test"
+            quick = json.loads((await gate.chat(max_tokens=5)).body)
+            text = quick["choices"][0]["message"]["content"]
+            assert text == expected_chat_text(HELLO["messages"], 5)
+        await ended(gate, 499)
+        assert [record.status for record in gate.ended] == [499, 200, 499]
+        assert the_node(gate).failures == 0
 
 
 @pytest.mark.timeout(300)
