@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from gateway.api import sse
+from gateway.config.settings import Settings
+from gateway.forward.event_pipeline import EventPipeline
 from gateway.request.routes import ROUTES
 from tests.emulator import EmulatedNode
+from tests.forward.granted_lease import a_proxy_request
 from tests.forward.proxy_over_nodes import (
     BODIES,
     GENERATION_PATHS,
@@ -376,3 +379,44 @@ async def test_an_error_event_that_ends_a_stream_is_the_nodes_with_or_without_a_
         assert "It says so" in reply.text
         await until(lambda: records)
         assert [record.status for record in records] == [503]
+
+
+@pytest.mark.parametrize(
+    ("before", "body", "passes"),
+    [
+        (TOKEN, TOKEN, True),
+        (TOKEN, TOKEN.replace(b"yes", "j\xe0".encode()), True),
+        (TOKEN, TOKEN.replace(b"yes", b"\xe0"), False),
+        (TOKEN, TOKEN + TOKEN, False),
+        (TOKEN, TOKEN.replace(b"\n", b"\r\n"), False),
+        (TOKEN, b"data: [DONE]\n\n", False),
+        (TOKEN, b'data: {"error":{"code":500}}\n\n', False),
+        (TOKEN, b"\n: of another event}\n\n", False),
+        # The rest of an event, which passes behind what is held of it.
+        (TOKEN[:-1], b"\n: of another event}\n\n", False),
+        (TOKEN[:-1], TOKEN, False),
+    ],
+)
+def test_a_chunk_passes_as_it_came_only_if_it_is_one_more_event_like_the_last(
+    before: bytes, body: bytes, passes: bool
+) -> None:
+    recorded: list[bytes] = []
+    pipeline = EventPipeline(
+        ROUTES[CHAT].api, a_proxy_request(), 0, Settings(), lambda: 1.0, recorded.append
+    )
+    pipeline.feed_opening(TOKEN)
+    pipeline.feed(before)
+    written: list[tuple[bytes, bytes | None]] = []
+
+    def write(data: bytes, chunk: bytes | None = None, /) -> bool:
+        written.append((data, chunk))
+        return False
+
+    size, events = b"%x\r\n" % len(body), pipeline.content_events
+    chunk = b"%b%b\r\n" % (size, body)
+    assert pipeline.passing_to(write)(chunk, len(size)) is passes
+    assert written == ([(body, chunk)] if passes else [])
+    assert pipeline.content_events == events + passes
+    del recorded[:]
+    assert not passes or pipeline.last_events.endswith(body)
+    assert recorded == ([body] if passes else [])
