@@ -258,36 +258,44 @@ _CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n3;a=b\r\nabc\r\n0\r\nx-api-key: l
 _UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: a\r\n"
 _LENGTH = b"Content-Length: 2\r\n\r\n{}"
 
+_ASKED = _POST + _KEY + _LENGTH
+_OPEN = _POST + _KEY + b"X-Rest: "
+_SPY = _POST + _LENGTH
+# What is no head that is known though its bytes are: the second piece of a request again, and a
+# request that was in a field before; then a head that differs in its key alone.
+_CUT = [
+    seed(text, 3, (255 * at // len(text) + 1, 0, 0, 0, 0))
+    for text, at in (
+        *((_ASKED + _ASKED[at:], at) for at in (1, 30, 60)),
+        (_OPEN + _SPY + _SPY, len(_OPEN)),
+        (_ASKED + _ASKED.replace(b"anna", b"enna"), len(_ASKED)),
+    )
+]
+
+_TEXTS = (
+    _GET + b"\r\n",
+    _POST + _KEY + _LENGTH,
+    _POST + _KEY + _CHUNKED,
+    (_POST + _KEY + _LENGTH) * 3,
+    _POST + _LENGTH + b"\r\n" + _GET + b"\r\n" + _POST + _CHUNKED,
+    _POST + _UPGRADE + _LENGTH + _POST + b"x-api-key: lg_ben_y\r\n" + _LENGTH,
+    _POST.replace(b"1.1", b"1.0") + b"Connection: keep-alive\r\n" + _LENGTH + _GET,
+    _POST + b"Expect: 100-continue\r\n" + _LENGTH,
+    b"GET http://other/v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"\r\n\r\n" + _GET + b"Connection: close\r\n\r\n" + _GET + b"\r\n",
+    _POST + b"X-Long: " + b"a" * 450 + b"\r\n\r\n",
+    _POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+    _POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
+    _POST + b" Folded: 1\r\nA : b\r\n\r\n",
+    b"CONNECT a:1 HTTP/1.1\r\nHost: a\r\n\r\n",
+)
+
 HEAD = Target(
     "head",
     check,
-    tuple(
-        seed(text, choice)
-        for choice, text in enumerate(
-            (
-                _GET + b"\r\n",
-                _POST + _KEY + _LENGTH,
-                _POST + _KEY + _CHUNKED,
-                (_POST + _KEY + _LENGTH) * 3,
-                _POST + _LENGTH + b"\r\n" + _GET + b"\r\n" + _POST + _CHUNKED,
-                _POST + _UPGRADE + _LENGTH + _POST + b"x-api-key: lg_ben_y\r\n" + _LENGTH,
-                _POST.replace(b"1.1", b"1.0") + b"Connection: keep-alive\r\n" + _LENGTH + _GET,
-                _POST + b"Expect: 100-continue\r\n" + _LENGTH,
-                b"GET http://other/v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n",
-                b"\r\n\r\n" + _GET + b"Connection: close\r\n\r\n" + _GET + b"\r\n",
-                _POST + b"X-Long: " + b"a" * 450 + b"\r\n\r\n",
-                _POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
-                _POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
-                _POST + b" Folded: 1\r\nA : b\r\n\r\n",
-                b"CONNECT a:1 HTTP/1.1\r\nHost: a\r\n\r\n",
-                # What follows a head that is known: its second half, and one that is in a field.
-                *((_POST + _KEY + _LENGTH) * 2 + (_POST + _KEY + _LENGTH)[at:] for at in (1, 30)),
-                _POST + _KEY + b"X-Rest: " + _POST + _LENGTH + _POST + _LENGTH,
-            )
-        )
-    ),
+    (*(seed(text, choice) for choice, text in enumerate(_TEXTS)), *_CUT),
     longest=1024,
-)  # fmt: skip
+)
 
 CHUNKS = Target(
     "chunks",
