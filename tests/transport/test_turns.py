@@ -247,13 +247,14 @@ async def test_any_other_wait_makes_a_task_of_it(wait: Callable[[], Any]) -> Non
 
 async def test_cancelling_raises_where_it_waits() -> None:
     reply, future = Response(), asyncio.get_running_loop().create_future()
-    for wait, come in (
+    ways: list[tuple[Callable[[], Any], Callable[[], None]]] = [
         (lambda: reply, lambda: reply.wake(whole=True)),
         (lambda: future, lambda: future.set_result(None)),
-    ):
+    ]
+    for wait, come in ways:
         tasks: Tasks = set()
         run, witness = EagerTask(tasks), Witness(wait)
-        await from_a_callback(lambda run=run, witness=witness: run.run(witness()))
+        await from_a_callback(partial(run.run, witness()))
         run.cancel()
         come()  # What comes meanwhile does not run it a second time.
         await settled(tasks)
