@@ -446,22 +446,6 @@ async def test_a_prompt_that_fails_ends_all(tmp_path: Path, stream: bool) -> Non
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@in_virtual_time
-async def test_a_client_that_disconnects_ends_all(tmp_path: Path, stream: bool) -> None:
-    async with proxy_over(tmp_path, one := EmulatedNode(slots=2, decode_tps=20.0)) as proxy:
-        asked = asyncio.create_task(proxy.ask(PATH, prompt=WORDS, stream=stream))
-        await until(lambda: one.requests == 4)
-        asked.cancel()
-        await asyncio.gather(asked, return_exceptions=True)
-        await proxy.settled()
-        assert [(record.status, record.reason) for record in proxy.finished] == [
-            (499, "client_closed")
-        ]
-        assert proxy.node("a").failures == 0
-        assert one.requests == 4
-
-
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("part", [False, True])
 @in_virtual_time
 async def test_an_operator_ends_all_by_the_id_of_the_request_or_of_one_prompt(

@@ -55,13 +55,6 @@ def entered(
     return [one for one in found if limiter.admit(one, address) is ConnectionAdmission.ADMITTED]
 
 
-def test_a_single_address_may_have_all_connections_but_a_reserve() -> None:
-    limiter = ConnectionLimiter(80)
-    held = entered(limiter, "192.0.2.1", 500)
-    assert len(held) == 70
-    assert not any(one.closed for one in held)
-
-
 def test_addresses_reach_equal_shares_and_keep_them() -> None:
     limiter = ConnectionLimiter(80)
     addresses = [f"192.0.2.{number}" for number in range(7)]

@@ -149,19 +149,10 @@ async def test_of_two_sockets_bound_at_once_the_later_can_not_listen() -> None:
     result = rf"127\.0\.0\.1:{first.port} can't be listened on: .*--admin-port"
     with pytest.raises(StartError, match=result):
         open_listeners(first, second)
-    await first.close()
-    await second.close()
-
-
-@pytest.mark.parametrize(
-    ("host", "url"), [("127.0.0.1", "http://127.0.0.1:"), ("::1", "http://[::1]:")]
-)
-async def test_a_listener_knows_its_url(host: str, url: str) -> None:
-    listener = Listener(
-        _nothing, bind_socket(host, 0), protocol=protocol_class(LimitSettings()), keep_alive=0.5
-    )
-    assert listener.url.startswith(url)
-    await listener.close()
+    on_ipv6 = Listener(_nothing, bind_socket("::1", 0), protocol=protocol, keep_alive=0.5)
+    assert on_ipv6.url.startswith("http://[::1]:")
+    for listener in (first, second, on_ipv6):
+        await listener.close()
 
 
 @in_virtual_time

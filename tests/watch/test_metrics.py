@@ -195,16 +195,6 @@ def test_models_beyond_the_cap_are_counted_as_other(gateway: Gateway) -> None:
     assert len(gateway.metrics._requests) == MOST_MODELS + 1
 
 
-@given(st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=1, max_size=5))
-def test_any_name_survives_the_text_format(names: list[str]) -> None:
-    gateway = Gateway()
-    gateway.publish(*(finished(model=name) for name in names))
-    page = gateway.scrape()
-    for name in names:
-        count = page.value("requests_total", **{"class": "normal"}, model=name, code="200")
-        assert count == names.count(name)
-
-
 # Times of requests by their labels.
 
 
