@@ -20,7 +20,7 @@ from gateway.config.keys import GroupSpec, LimitSpec
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.terms import Caller, Priority
-from tests.callers.build import all_accounts
+from tests.callers.build import Clocks, all_accounts
 from tests.fuzz.inputs import Divided, Target, seed
 from tests.lease_requests import a_lease_request
 
@@ -44,18 +44,6 @@ _BUDGETS = (None, "0.01/day", "1/day", "5/month", "0.5/month", "1000/month", "3/
 
 
 @dataclass(slots=True)
-class Clocks:
-    """A monotonic clock, and one that can be set."""
-
-    monotonic: float = 1000.0
-    wall: float = START
-
-    def go_on(self, seconds: float) -> None:
-        self.monotonic += seconds
-        self.wall += seconds
-
-
-@dataclass(slots=True)
 class Sent:
     """A request that was admitted, and what came of it."""
 
@@ -68,7 +56,6 @@ class Sent:
     ended: float = math.inf
     """Monotonic, as the book can know it."""
     day: int = 0
-    month: int = 0
     tokens: int = 0
     cost: float = 0.0
 
@@ -91,13 +78,11 @@ class Play:
 
     def __init__(self, data: bytes) -> None:
         self._numbers = iter(data)
-        self._clocks = Clocks()
+        self._clocks = Clocks(START)
         self._sent: list[Sent] = []
         self._days: list[int] = []
         self._book = LimitBook(
-            self._settings(),
-            clock=lambda: self._clocks.monotonic,
-            wall_clock=lambda: self._clocks.wall,
+            self._settings(), clock=self._clocks.clock, wall_clock=self._clocks.wall
         )
         self._callers = [
             Caller(
@@ -132,7 +117,7 @@ class Play:
                 self._check()
         self._check()
         for sent in self._sent:
-            sent.reservation.settle(0, 0.0, self._clocks.wall)
+            sent.reservation.settle(0, 0.0, self._clocks.wall())
         for account in all_accounts(self._book):
             assert (account.running, account.open, account.reserved_tokens) == (0, 0, 0)
             assert account.reserved_cost == 0.0
@@ -149,7 +134,7 @@ class Play:
         accounts = self._book.accounts(caller, user)
         try:
             reservation = self._book.reserve(
-                accounts, request, self._clocks.wall, prompts=1 + size % 2
+                accounts, request, self._clocks.wall(), prompts=1 + size % 2
             )
         except GatewayError as error:
             assert error.status in {400, 429}, error.status
@@ -197,7 +182,7 @@ class Play:
         tokens = (0, 1, 7, 300, sent.reservation.tokens)[next(self._numbers, 0) % 5]
         cost = (0.0, 0.1, 0.25, 2.0, tokens * 1e-4)[next(self._numbers, 0) % 5]
         late = (0.0, 0.0, 0.3, 20.0, 100.0, -50.0)[next(self._numbers, 0) % 6]
-        ended_at = self._clocks.wall - late
+        ended_at = self._clocks.wall() - late
         sent.reservation.settle(tokens, cost, ended_at)
         sent.released = True
         if sent.settled:
@@ -211,14 +196,15 @@ class Play:
     def _release(self, number: int) -> None:
         if self._sent:
             sent = self._sent[number % len(self._sent)]
-            sent.reservation.release(self._clocks.wall)
+            sent.reservation.release(self._clocks.wall())
             sent.released = True
 
     def _go_on(self, number: int) -> None:
-        self._clocks.go_on((0.01, 0.2, 1.0, 9.0, 31.0, 61.0, 4000.0, DAY)[number % 8])
+        self._clocks.advance((0.01, 0.2, 1.0, 9.0, 31.0, 61.0, 4000.0, DAY)[number % 8])
 
     def _set_clock(self, number: int) -> None:
-        self._clocks.wall += (-3600.0, 3600.0, -DAY, 2 * DAY)[number % 4]
+        now = self._clocks.wall()
+        self._clocks.set_wall(now + (-3600.0, 3600.0, -DAY, 2 * DAY)[number % 4])
 
     def _check(self) -> None:
         """Compare every account with the list of what happened."""

@@ -33,6 +33,13 @@ def issue(authority: trustme.CA, folder: Path, name: str, **more: object) -> Tls
     return TlsFiles(cert=cert, key=key)
 
 
+def server_side(authority: trustme.CA, *names: str) -> ssl.SSLContext:
+    """The context of a server with a certificate of these names."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert(*names).configure_cert(context)
+    return context
+
+
 async def shown(port: int, authority: trustme.CA) -> str:
     """The common name of the certificate that a new connection to this port is shown."""
     _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting(authority))

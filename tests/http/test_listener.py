@@ -26,7 +26,7 @@ from gateway.http.protocol import protocol_class
 from tests.emulator import EmulatedNode
 from tests.emulator.raw_connection import raw_connection
 from tests.gateways import NO_TLS, running_gateway, until
-from tests.http.authority import issue, shown, trusting
+from tests.http.authority import issue, server_side, shown, trusting
 from tests.transport.raw import Peer, always, raw_server
 from tests.virtual import in_virtual_time, now
 from tests.web.raw_client import CHAT, HELLO, answer, public, request
@@ -312,8 +312,7 @@ ANSWERED = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(SAID), SAID
 async def test_a_node_is_reached_with_the_renewed_client_certificate(
     tmp_path: Path, authority: trustme.CA
 ) -> None:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    authority.issue_cert("127.0.0.1").configure_cert(context)
+    context = server_side(authority, "127.0.0.1")
     authority.configure_trust(context)
     context.verify_mode = ssl.CERT_REQUIRED
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")

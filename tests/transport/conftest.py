@@ -7,6 +7,10 @@ from collections.abc import Callable
 
 import uvloop
 
+from tests.http.authority import authority
+
+__all__ = ["authority"]
+
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     return {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}

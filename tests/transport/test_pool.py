@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import errno
 import socket
-import ssl
 import subprocess
 import sys
 import threading
@@ -39,6 +38,7 @@ from gateway.transport.resolver import MOST_ADDRESSES, Resolver
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway, until
+from tests.http.authority import server_side
 from tests.transport.raw import (
     HOWEVER_SLOW,
     Peer,
@@ -261,11 +261,6 @@ async def test_a_path_prefix_and_the_nodes_own_key_are_sent_and_no_proxy_is_used
 # TLS.
 
 
-@pytest.fixture(scope="module")
-def authority() -> trustme.CA:
-    return trustme.CA()
-
-
 @pytest.fixture
 def ca(authority: trustme.CA, tmp_path: Path) -> Path:
     path = tmp_path / "ca.pem"
@@ -273,13 +268,7 @@ def ca(authority: trustme.CA, tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def server_side(authority: trustme.CA) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    authority.issue_cert("node.test", "127.0.0.1").configure_cert(context)
-    return context
-
-
+NAMES = ("node.test", "127.0.0.1")
 OpenPool = Callable[..., ConnectionPool]
 
 
@@ -301,10 +290,10 @@ def tls_pool() -> Iterator[OpenPool]:
     "tls", [{"ca": True}, {"ca": True, "server_name": "node.test"}, {"verify": False}]
 )
 async def test_a_certificate_is_accepted_by_its_authority_and_name_or_unverified(
-    ca: Path, server_side: ssl.SSLContext, tls_pool: OpenPool, tls: dict[str, Any]
+    ca: Path, authority: trustme.CA, tls_pool: OpenPool, tls: dict[str, Any]
 ) -> None:
     tls = tls | ({"ca": str(ca)} if "ca" in tls else {})
-    async with raw_server(always(OKAY), server_side) as server:
+    async with raw_server(always(OKAY), server_side(authority, *NAMES)) as server:
         upstream = tls_pool(server, **tls)
         for _ in range(3):
             assert await answered(upstream) == b"hello"
@@ -313,10 +302,10 @@ async def test_a_certificate_is_accepted_by_its_authority_and_name_or_unverified
 
 @pytest.mark.parametrize("known", [False, True], ids=["authority", "name"])
 async def test_a_certificate_of_an_unknown_authority_or_another_name_is_rejected(
-    ca: Path, server_side: ssl.SSLContext, tls_pool: OpenPool, known: bool
+    ca: Path, authority: trustme.CA, tls_pool: OpenPool, known: bool
 ) -> None:
     tls = {"ca": str(ca), "server_name": "other.test"} if known else {}
-    async with raw_server(always(OKAY), server_side) as server:
+    async with raw_server(always(OKAY), server_side(authority, *NAMES)) as server:
         with pytest.raises(ConnectFailed, match="certificate"):
             await tls_pool(server, **tls).connect(LIMIT)
         await until(lambda: server.open == 0)
