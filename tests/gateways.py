@@ -139,10 +139,10 @@ async def running_gateway(
                 lambda: [f"{node.name}: {node.reason}" for node in found],
             )
         url, admin_url = gateway.public_listener.url, gateway.admin_listener.url
+        how: dict[str, Any] = {"timeout": 120.0, "trust_env": False, "verify": NO_TLS}
+        how["limits"] = httpx.Limits(max_connections=None)
         client, admin = [
-            await stack.enter_async_context(
-                httpx.AsyncClient(base_url=base, timeout=120.0, trust_env=False, verify=NO_TLS)
-            )
+            await stack.enter_async_context(httpx.AsyncClient(base_url=base, **how))
             for base in (url, admin_url)
         ]
         yield Running(gateway, url, admin_url, nodes_file, settings_file, client, admin)

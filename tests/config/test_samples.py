@@ -110,10 +110,6 @@ def test_the_schemas_in_the_tree_are_up_to_date(tmp_path: Path) -> None:
         )
 
 
-def node(text: str) -> str:
-    return f"nodes: [{{name: a, url: 'http://h', {text}}}]"
-
-
 def test_every_key_has_a_row_and_a_meaning() -> None:
     page = (CONFIG.parent / "docs" / "reference" / "configuration.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+?) \| (.*) \|$", page, re.MULTILINE)

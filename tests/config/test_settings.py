@@ -3,13 +3,10 @@ from __future__ import annotations
 import json
 import socket
 from ipaddress import ip_network
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gateway.config.errors import ConfigError
 from gateway.config.keys import (
@@ -349,27 +346,6 @@ def test_a_long_chain_of_names_is_no_loop_and_no_recursion() -> None:
     assert len(find_alias_loop({**chain, "m20000": ModelRule(use=("m0",))})) == 20_002
 
 
-GRAPHS = st.dictionaries(
-    st.sampled_from("abcdef"), st.lists(st.sampled_from("abcdefgh"), max_size=4)
-)
-
-
-@given(GRAPHS)
-def test_a_loop_is_found_exactly_where_there_is_one(graph: dict[str, list[str]]) -> None:
-    rules = {name: ModelRule(use=tuple(used)) for name, used in graph.items()}
-    loop = find_alias_loop(rules)
-
-    # The other direction: take away names that lead nowhere until nothing changes.
-    left = {name: {one for one in used if one != name} for name, used in graph.items()}
-    while ends := [name for name, used in left.items() if not used & left.keys()]:
-        for name in ends:
-            del left[name]
-    assert bool(loop) == bool(left)
-    for name, used in pairwise(loop):
-        assert used in rules[name].use
-    assert not loop or (loop[0] == loop[-1] and len(loop) > 2)
-
-
 PLACES = {
     "keys[0].limits": f"keys:\n- id: alice\n  sha256: {HASH}\n  limits: {{LIMIT}}\n",
     "keys[0].user_limits": (
@@ -388,6 +364,7 @@ PLACES = {
     [
         "rpm: 0", "rpm: 1.5", "rpm: true", "tokens_per_day: -100", "concurrency: 0",
         "budget: 0/month", "budget: 20", "budget: 20/week", "budget: .nan/day", "max_class: best",
+        "budget: 0.0000000001/day", "budget: 1000000001/day", "budget: 1e3/day",
     ],
 )  # fmt: skip
 def test_a_limit_of_nothing_or_less_is_refused_with_its_line(
@@ -420,12 +397,6 @@ def test_a_budget_is_what_was_written(
     # It is kept as text, and read again from there.
     text = settings.limits.total.budget
     assert LimitSpec.model_validate({"budget": text}).budget == text
-
-
-@each_case("written", ["0/day", "0.0000000001/day", "1000000001/day", "1e3/day", "5/ year"])
-def test_another_budget_is_refused(written: str) -> None:
-    with pytest.raises(ValueError, match="amount"):
-        parse_budget(written)
 
 
 def test_each_field_is_the_most_specific_ones() -> None:

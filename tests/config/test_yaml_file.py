@@ -192,16 +192,6 @@ def test_an_empty_file_is_null(file: Path) -> None:
     assert value(file, "\ufeffa: 1\n") == {"a": 1}  # A byte order mark is ignored.
 
 
-@given(st.text(max_size=200) | st.text(alphabet="ab:-[]{}&*!|>'\"%#?, \n\t$<", max_size=60))
-def test_any_text_is_a_tree_or_a_config_error(
-    tmp_path_factory: pytest.TempPathFactory, text: str
-) -> None:
-    file = tmp_path_factory.getbasetemp() / "any.yaml"
-    file.write_bytes(text.encode("utf-8", "surrogatepass"))
-    with contextlib.suppress(ConfigError):
-        to_plain(read_yaml(file, {}).root.tree)
-
-
 @each_case(
     ("text", "result"),
     [

@@ -60,7 +60,7 @@ async def gateway_with_keys(**more: Any) -> AsyncIterator[tuple[BareGateway, tup
             **more,
         }
         spec = a_spec(NODE, node.url, labels={"rack": "rack-nobody-knows"}, cost_per_hour=0.77)
-        async with bare_gateway(spec, settings=settings, serving=True) as gateway:
+        async with bare_gateway(spec, settings=settings) as gateway:
             secrets = (
                 NODE, MODEL, OTHER_MODEL, "holder-nobody-knows", "rack-nobody-knows", "b7777",
                 node.url.rpartition(":")[2], GATEWAY_VERSION, __version__, "0.77",

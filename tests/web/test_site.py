@@ -18,7 +18,7 @@ from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway
 from tests.nodes.build import a_spec
-from tests.web.bare_gateway import CHAT, BareGateway, bare_gateway, client, error_of
+from tests.web.bare_gateway import CHAT, BareGateway, bare_gateway, error_of
 
 DEAD = "http://127.0.0.1:9"
 
@@ -331,7 +331,6 @@ async def test_a_full_fleet_is_ready_while_requests_can_be_queued(places: int) -
     async with bare_gateway(
         node := EmulatedNode(slots=1, decode_tps=5),
         settings={"queue": {"max": places}},
-        serving=True,
     ) as gateway:
         assert (await gateway.public.get("/ready")).status_code == 200
         running = asyncio.create_task(gateway.chat())
@@ -366,6 +365,7 @@ async def test_an_internal_error_has_the_same_form_and_is_raised_again() -> None
     assert (response.status_code, error_of(response)["code"]) == (500, "internal_error")
     assert "secret" not in response.text
     assert response.headers["x-request-id"] == "an-id"
-    async with client(app) as asking:
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as asking:
         with pytest.raises(RuntimeError):
             await asking.get("/")
