@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 from gateway import errors
 from gateway.api import sse
 from gateway.api.base import (
-    EMBEDDINGS_USAGE_WITHIN,
     RELAYED,
     Api,
     AssemblyError,
@@ -25,8 +23,6 @@ from gateway.api.completions import COMPLETIONS
 from gateway.api.messages import MESSAGES
 from gateway.api.native import NATIVE
 from gateway.api.responses import RESPONSES
-from gateway.lease import Usage
-from gateway.request.routes import ROUTES
 from gateway.transport.errors import InvalidResponse
 from tests.api.events import chat_choice, event
 from tests.each_case import each_case
@@ -203,15 +199,6 @@ def test_a_response_is_assembled_from_chunks_up_to_its_limit() -> None:
     assert assembler.too_large
 
 
-@each_case(
-    "data", [b'{"text":{"a":1}}', b'{"text":[7]}', b'{"text":"\\ud800"}', b'{"text":"\xff"}']
-)
-def test_a_text_of_another_type_can_not_be_assembled(data: bytes) -> None:
-    stream = b'data: {"choices":[%b]}\n\n' % data + text("", "stop")
-    with pytest.raises(AssemblyError):
-        ResponseAssembler(COMPLETIONS, {}, stream, 1000).response()
-
-
 @in_virtual_time
 async def test_a_stream_that_can_not_be_assembled_is_asked_for_plain(tmp_path: Path) -> None:
     async with proxy_over(tmp_path, one := EmulatedNode(answer_tokens=20)) as proxy:
@@ -222,32 +209,3 @@ async def test_a_stream_that_can_not_be_assembled_is_asked_for_plain(tmp_path: P
         assert content == expected_chat_text(CHAT_MESSAGES, 20)
         assert [b'"stream":true' in seen.body for seen in one.seen] == [True, False]
         assert reply.headers["x-gateway-attempts"] == "2"
-
-
-@each_case("vectors", [1, 10 * EMBEDDINGS_USAGE_WITHIN])
-@each_case("spaces", [None, (",", ":")])
-def test_embeddings_use_a_prompt_alone(vectors: int, spaces: tuple[str, str] | None) -> None:
-    usage = {"prompt_tokens": 7, "total_tokens": 7}
-    early = json.dumps({"usage": usage, "data": [0.5] * vectors}, separators=spaces)
-    late = json.dumps({"data": [0.5] * vectors, "usage": usage}, separators=spaces)
-    assert RELAYED.read_usage(early.encode()) == Usage(7)
-    assert RELAYED.read_usage(late.encode()) == Usage(7)
-
-
-@each_case(
-    ("path", "field"),
-    [
-        ("/v1/embeddings", "input"),
-        ("/v1/rerank", "documents"),
-        ("/tokenize", "content"),
-        ("/apply-template", "messages"),
-        ("/v1/audio/transcriptions", None),
-    ],
-)
-def test_each_path_says_where_its_prompt_is(path: str, field: str | None) -> None:
-    route = ROUTES[path]
-    assert (route.prompt_field, route.generates) == (field, False)
-    assert not route.api.refusal_is_general
-    assert route.api.streaming_fields is None
-    assert route.api.merger is None
-    assert route.api.progress_fields is None

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.api.base import RELAYED, Api
+from gateway.api.base import EMBEDDINGS_USAGE_WITHIN, RELAYED, Api
 from gateway.api.chat import CHAT as CHAT_API
 from gateway.api.messages import MESSAGES
 from gateway.api.native import NATIVE
@@ -72,6 +72,7 @@ OF_A_PROMPT = {"prompt_tokens": 7, "total_tokens": 7}
         ({"response": {"usage": OF_RESPONSES}}, RESPONSES, (45, 40, 9)),
         ({"data": [], "usage": OF_A_PROMPT}, RELAYED, (7, 0, 0)),
         ({"data": [0.5] * 1000, "usage": OF_A_PROMPT}, RELAYED, (7, 0, 0)),
+        ({"usage": OF_A_PROMPT, "data": [0.5] * EMBEDDINGS_USAGE_WITHIN}, RELAYED, (7, 0, 0)),
         ({"content": "x", "stop": True, "timings": TIMINGS}, NATIVE, (237, 236, 35)),
         # No more is cached than the prompt has.
         (
