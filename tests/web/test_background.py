@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +19,9 @@ from openai import AsyncOpenAI
 
 from gateway.stored.folder import ID_FILE
 from tests.emulator import EmulatedNode
+from tests.gateway_processes import serving
 from tests.gateways import Running, running_gateway, until
+from tests.small_disk import run_on_small_disk
 from tests.web.two_keys import ALICE, BOB, KEYS, client, kept
 
 pytestmark = pytest.mark.usefixtures("hurried")
@@ -301,3 +306,127 @@ async def test_a_stream_is_refused_and_other_preferences_change_nothing(tmp_path
         )
         assert usual.status_code == 200
         assert "choices" in usual.json()
+
+
+# Clients that wait for stored responses while the gateway ends (SIGTERM).
+
+
+MORE: dict[str, Any] = {**ASK, "max_output_tokens": 40}
+STORED = {"store_responses": True, "background_at_once": 1}
+
+
+async def events_of(api: AsyncOpenAI, **more: Any) -> list[Any]:
+    stream = await api.responses.create(**MORE, **more, store=True, stream=True)
+    return [event async for event in stream]
+
+
+def logs(folder: Path) -> int:
+    return len(list((folder / "state").rglob("events-*")))
+
+
+@pytest.mark.slow
+async def test_what_outlasts_the_grace_ends_for_client_and_store(tmp_path: Path) -> None:
+    settings = {"batches": STORED, "shutdown": {"grace": 0.5}}
+    async with EmulatedNode(slots=1, decode_tps=2, answer_tokens=1000) as node:
+        async with serving(tmp_path, node, settings=settings) as line, client(line, None) as api:
+            running = asyncio.create_task(events_of(api))
+            await until(lambda: node.busy == 1)
+            queued = asyncio.create_task(events_of(api))
+            await until(lambda: logs(tmp_path) == 2)
+            plain = asyncio.create_task(api.responses.create(**MORE, store=True))
+            await until(lambda: logs(tmp_path) == 3)
+            later = await api.responses.create(**MORE, background=True)
+            os.kill(line.newest, signal.SIGTERM)
+            seen = [(await one)[-1] for one in (running, queued)]
+            assert [event.type for event in seen] == ["response.failed"] * 2
+            assert all("shut down" in event.response.error.message for event in seen)
+            with pytest.raises(openai.InternalServerError) as refused:
+                await plain
+            error = refused.value
+            assert (error.status_code, error.code) == (503, "shutting_down")
+            # Clients send it again by themselves: this one costs nothing, and goes on nowhere.
+            assert int(error.response.headers["retry-after"]) > 0
+            assert "x-should-retry" not in error.response.headers
+            (plain_id,) = re.findall(r"'(resp_[0-9a-f]+)'", error.message)
+            assert await line.first.wait() == 0
+        ids = [*(event.response.id for event in seen), plain_id]
+    async with (
+        EmulatedNode(decode_tps=500, answer_tokens=1000) as other,
+        serving(tmp_path, other, settings=settings) as line,
+        client(line, None) as api,
+    ):
+        for id_, known in zip(ids, [*seen, None], strict=True):
+            found = await api.responses.retrieve(id_)
+            assert found.error is not None
+            assert (found.status, found.error.code) == ("failed", "server_error")
+            assert known is None or found.to_dict() == known.response.to_dict()
+        assert (await ended(api, later.id)).status == "incomplete"
+    # The one that was cut, and the one in the background.
+    assert (node.requests, other.requests) == (1, 1)
+
+
+ON_A_FULL_DISK = """
+import asyncio, sys
+from pathlib import Path
+import openai
+from gateway.stored import background_requests
+from tests.emulator import EmulatedNode
+from tests.web.test_background import ASK, client, ended, gateway
+
+background_requests.LEASE_SECONDS = 1.0  # after which it is tried again
+
+def fill(path):
+    with path.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            pass
+
+async def main(disk, folder):
+    node = EmulatedNode(decode_tps=40, answer_tokens=1000)
+    kept = {"folder": str(disk / "batches")}
+    ask = {**ASK, "max_output_tokens": 120, "background": True}
+    async with gateway(folder, node, batches=kept) as running, client(running) as alice:
+        like = await ended(alice, (await alice.responses.create(**ask)).id)
+        seen, broken = [], False
+        try:
+            async for event in await alice.responses.create(**ask, stream=True):
+                seen.append(event)
+                if len(seen) == 12:
+                    fill(disk / "fill")
+        except openai.APIConnectionError:
+            broken = True
+        assert broken, seen[-1].type
+        id_ = seen[0].response.id
+        refused = None
+        try:
+            await alice.responses.create(**ask)
+        except openai.InternalServerError as error:
+            refused = error
+        assert refused is not None
+        assert (refused.status_code, refused.code) == (507, "storage_full")
+        assert refused.response.headers["x-should-retry"] == "false"
+        assert (await alice.responses.retrieve(id_)).status in {"queued", "in_progress"}
+        (disk / "fill").unlink()
+        after = await ended(alice, id_)
+        assert after.status == like.status == "incomplete"
+        assert after.output_text == like.output_text
+        assert after.usage == like.usage, (after.usage, like.usage)
+        whole = [e async for e in await alice.responses.retrieve(id_, stream=True)]
+        assert [e.sequence_number for e in whole] == list(range(len(whole)))
+        # What was seen before is the beginning of it.
+        assert [e.to_dict() for e in whole[: len(seen)]] == [e.to_dict() for e in seen]
+
+asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2])))
+print("done", end="")
+"""
+
+
+@pytest.mark.slow
+def test_a_response_whose_disk_fills_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    disk, folder = tmp_path / "disk", tmp_path / "gateway"
+    disk.mkdir()
+    folder.mkdir()
+    # 64 MiB of it stay free.
+    assert run_on_small_disk(ON_A_FULL_DISK, "66m", disk, folder) == "done"

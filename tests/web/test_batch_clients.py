@@ -17,8 +17,9 @@ from gateway.local.server import claim_port, claimed_port
 from tests.callers.kills import HOST, Site
 from tests.clients import npm
 from tests.emulator import EmulatedNode, expected_chat_text
-from tests.gateway_processes import serving
+from tests.gateway_processes import Succession, serving
 from tests.polling import eventually
+from tests.web import two_keys
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -27,23 +28,14 @@ KEY = new_key("alice")
 
 
 @asynccontextmanager
-async def gateway(folder: Path, **node_options: Any) -> AsyncIterator[str]:
-    """The URL of a gateway over an emulated node."""
-    options = {"model": "test", "answer_tokens": 900, "slots": 4, "decode_tps": 1000}
+async def gateway(folder: Path) -> AsyncIterator[Succession]:
+    """A gateway process over an emulated node."""
     settings = {"keys": [{"id": KEY.id, "sha256": KEY.sha256}]}
     async with (
-        EmulatedNode(**{**options, **node_options}) as node,
+        EmulatedNode(model="test", answer_tokens=900, slots=4, decode_tps=1000) as node,
         serving(folder / "gateway", node, settings=settings) as process,
     ):
-        yield process.url
-
-
-def openai_client(url: str) -> AsyncOpenAI:
-    return AsyncOpenAI(
-        base_url=f"{url}/v1",
-        api_key=KEY.text,
-        http_client=openai.DefaultAsyncHttpxClient(trust_env=False, timeout=60.0),
-    )
+        yield process
 
 
 ENDS = ("completed", "failed", "cancelled", "expired")
@@ -76,7 +68,7 @@ async def test_openai_uploads_creates_polls_reads_and_lists(tmp_path: Path) -> N
     lines[7] = '{"custom_id": "broken"\n'
     lines[8] = chat_line(8, model="unknown")
     (tmp_path / "in.jsonl").write_text("".join(lines))
-    async with gateway(tmp_path) as url, openai_client(url) as client:
+    async with gateway(tmp_path) as line, two_keys.client(line, KEY) as client:
         with (tmp_path / "in.jsonl").open("rb") as opened:
             file = await client.files.create(file=opened, purpose="batch")
         file = await client.files.wait_for_processing(file.id)
@@ -127,8 +119,8 @@ async def test_openai_uploads_creates_polls_reads_lists_and_deletes(
 ) -> None:
     file = tmp_path / "in.jsonl"
     file.write_text("".join(chat_line(number) for number in range(5)))
-    async with gateway(tmp_path) as url:
-        told = await npm.run_script(script, url, "batch", KEY.text, file)
+    async with gateway(tmp_path) as line:
+        told = await npm.run_script(script, line.url, "batch", KEY.text, file)
     batch = told["batch"]
     assert batch["status"] == "completed"
     assert batch["request_counts"] == {"total": 5, "completed": 5, "failed": 0}
@@ -167,8 +159,8 @@ async def test_openai_follows_a_response_through_a_kill(script: Path, tmp_path: 
 
 
 async def test_anthropic_creates_polls_reads_and_deletes(script: Path, tmp_path: Path) -> None:
-    async with gateway(tmp_path) as url:
-        told = await npm.run_script(script, url, "messageBatch", KEY.text)
+    async with gateway(tmp_path) as line:
+        told = await npm.run_script(script, line.url, "messageBatch", KEY.text)
     counts = {"processing": 0, "succeeded": 3, "errored": 1, "canceled": 0, "expired": 0}
     assert told["counts"] == counts
     for number in range(3):

@@ -8,7 +8,6 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import pytest
 from gateway.callers.keys import new_key
 from gateway.terms import Priority
 from tests.emulator import EmulatedNode
-from tests.gateways import NO_TLS, Running, running_gateway, until
+from tests.gateways import Running, running_gateway, until
 from tests.virtual import in_virtual_time
 
 CHAT = "/v1/chat/completions"
@@ -27,32 +26,20 @@ CALM |= {"logging": {"access": False}}
 NUMBERS = itertools.count()
 
 
-@dataclass
-class Site:
-    """A gateway, and a client with any number of connections."""
-
-    running: Running
-    client: httpx.AsyncClient
-
-    async def ask(self, tokens: int, text: str = "word", **headers: str) -> httpx.Response:
-        """Send a prompt that no other request has sent."""
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        messages = [{"role": "user", "content": f"{next(NUMBERS)} {text}"}]
-        body = {"messages": messages, "max_tokens": tokens}
-        reply = await self.client.post(CHAT, json=body, headers=named)
-        assert reply.status_code in {200, 429}
-        return reply
+async def ask(running: Running, tokens: int, text: str = "word", **headers: str) -> httpx.Response:
+    """Send a prompt that no other request has sent."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    messages = [{"role": "user", "content": f"{next(NUMBERS)} {text}"}]
+    body = {"messages": messages, "max_tokens": tokens}
+    reply = await running.client.post(CHAT, json=body, headers=named)
+    assert reply.status_code in {200, 429}
+    return reply
 
 
 @asynccontextmanager
-async def a_site(
-    folder: Path, *nodes: EmulatedNode, settings: dict[str, Any] | None = None
-) -> AsyncIterator[Site]:
-    async with running_gateway(folder, nodes, {**CALM, **(settings or {})}) as running:
-        options: dict[str, Any] = {"trust_env": False, "verify": NO_TLS, "timeout": 60.0}
-        options["limits"] = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=running.url, **options) as client:
-            yield Site(running, client)
+async def a_site(folder: Path, *nodes: EmulatedNode, **settings: Any) -> AsyncIterator[Running]:
+    async with running_gateway(folder, nodes, {**CALM, **settings}) as running:
+        yield running
         await until(lambda: not running.held(), seen=running.held)
         board = running.gateway.scheduler.dispatcher.placement_state
         assert all(row.ours == 0 and not row.running for row in board.rows)
@@ -70,17 +57,17 @@ async def ended(tasks: list[asyncio.Task[Any]]) -> None:
 async def test_two_callers_get_equal_shares_of_unequal_requests(tmp_path: Path) -> None:
     """Answers count once both have requests in line: before, the first is served alone."""
     keys = {name: new_key() for name in ("much", "little")}
-    settings = {"keys": [{"id": key.id, "sha256": key.sha256} for key in keys.values()]}
+    specs = [{"id": key.id, "sha256": key.sha256} for key in keys.values()]
     nodes = [EmulatedNode(slots=2, decode_tps=150.0, close_after_stream=False) for _ in range(2)]
     rng, enough = random.Random(5), asyncio.Event()
     tokens, answers = Counter[str](), Counter[str]()
-    async with a_site(tmp_path, *nodes, settings=settings) as site:
-        scheduler = site.running.gateway.scheduler
+    async with a_site(tmp_path, *nodes, keys=specs) as running:
+        scheduler = running.gateway.scheduler
 
         async def one(name: str) -> None:
             while not enough.is_set():
                 key = f"Bearer {keys[name].text}"
-                reply = await site.ask(rng.randint(5, 35), authorization=key)
+                reply = await ask(running, rng.randint(5, 35), authorization=key)
                 usage = reply.json()["usage"]
                 tokens[name] += usage["prompt_tokens"] + usage["completion_tokens"]
                 answers[name] += 1
@@ -105,11 +92,11 @@ async def test_two_callers_get_equal_shares_of_unequal_requests(tmp_path: Path) 
 
 async def test_a_reload_applies_to_queued_requests_too(tmp_path: Path) -> None:
     key, node = new_key(), EmulatedNode(slots=4, decode_tps=20, answer_tokens=3000)
-    async with a_site(tmp_path, node) as site:
-        running, scheduler = site.running, site.running.gateway.scheduler
+    async with a_site(tmp_path, node) as running:
+        scheduler = running.gateway.scheduler
 
         def begin() -> list[asyncio.Task[Any]]:
-            return [asyncio.create_task(site.ask(3000, x_priority="batch")) for _ in range(3)]
+            return [asyncio.create_task(ask(running, 3000, x_priority="batch")) for _ in range(3)]
 
         def queued() -> tuple[int, int]:
             return len(scheduler.queue_positions()), node.busy
@@ -125,7 +112,7 @@ async def test_a_reload_applies_to_queued_requests_too(tmp_path: Path) -> None:
         # The fourth slot is reserved from now on, and three may wait.
         tasks += begin()
         await until(lambda: queued() == (3, 3))
-        full = await site.ask(1, x_priority="batch")
+        full = await ask(running, 1, x_priority="batch")
         assert (full.status_code, full.headers["x-gateway-reason"]) == (429, "queue_full")
         running.write_settings({**CALM, "policy": "nothing"})
         await until(lambda: running.gateway.config_files.settings_error is not None)
@@ -148,12 +135,12 @@ async def test_a_conversation_stays_on_the_node_of_its_first_message(tmp_path: P
         [{"role": "system", "content": f"{number}: " + "You answer at length and with care. " * 60}]
         for number in range(8)
     ]
-    async with a_site(tmp_path, *nodes) as site:
+    async with a_site(tmp_path, *nodes) as running:
 
         async def turn(messages: list[dict[str, str]]) -> tuple[str, int]:
             """Send one more message; its node, and the prompt tokens that this had cached."""
             messages.append({"role": "user", "content": "More about it."})
-            reply = await site.client.post(CHAT, json={"messages": messages, "max_tokens": 20})
+            reply = await running.client.post(CHAT, json={"messages": messages, "max_tokens": 20})
             answer = reply.json()
             messages.append(answer["choices"][0]["message"])
             details = answer["usage"].get("prompt_tokens_details", {})
@@ -171,10 +158,10 @@ async def test_a_conversation_stays_on_the_node_of_its_first_message(tmp_path: P
 async def test_a_session_named_by_a_header_keeps_its_node(tmp_path: Path) -> None:
     """Though nothing in its prompts connects them."""
     nodes = [EmulatedNode(slots=2, prefill_tps=1000.0, decode_tps=50.0) for _ in range(4)]
-    async with a_site(tmp_path, *nodes) as site:
+    async with a_site(tmp_path, *nodes) as running:
 
         async def node_of(name: str) -> str:
-            reply = await site.ask(8, name, x_openwebui_chat_id=name)
+            reply = await ask(running, 8, name, x_openwebui_chat_id=name)
             return reply.headers["x-gateway-node"]
 
         names = [f"chat-{number}" for number in range(6)]

@@ -19,12 +19,14 @@ from hypothesis import strategies as st
 
 from gateway.errors import GatewayError
 from gateway.stored.files import Content
+from gateway.stored.folder import ID_FILE
 from gateway.web.files import UNNAMED, ContentResponse, UploadForm, boundary_of, content_headers
 from tests.each_case import each_case
 from tests.emulator.raw_connection import raw_connection
+from tests.gateway_processes import serving
 from tests.gateways import Running, running_gateway, until
 from tests.web.raw_client import answer
-from tests.web.two_keys import ALICE, DEAD, client, gateway, kept, reason, two_callers
+from tests.web.two_keys import ALICE, DEAD, KEYS, client, gateway, kept, reason, two_callers
 
 pytestmark = pytest.mark.usefixtures("hurried")
 
@@ -444,3 +446,33 @@ def test_the_headers_name_the_file_and_its_length_if_known() -> None:
     assert headers["content-disposition"] == "attachment; filename*=UTF-8''a%20b%2F%C3%A4.jsonl"
     assert (headers["content-length"], headers["x-content-type-options"]) == ("5", "nosniff")
     assert "content-length" not in content_headers("a", None)
+
+
+@pytest.mark.slow
+async def test_after_a_kill_what_was_kept_is_there_and_no_more(tmp_path: Path) -> None:
+    body, small = form(bytes(3_000_000)), form(b"small")
+    nodes = [{"name": "a", "url": DEAD}]
+    settings = {"keys": KEYS, "batches": {"folder": str(tmp_path / "state/batches")}}
+    async with (
+        serving(tmp_path, nodes, settings=settings) as line,
+        raw_connection(line.url) as wire,
+        raw_connection(line.url) as other,
+    ):
+        await other.send(head(f"Content-Length: {len(small)}") + small)
+        assert (await answer(other)).status == 200
+        (made,) = kept(tmp_path)
+        await wire.send(head(f"Content-Length: {len(body)}"))
+        await wire.send(body[:2_000_000])
+        await until(lambda: len(kept(tmp_path)) == 2)
+        await line.kill()
+    assert len(kept(tmp_path)) == 2, "the kill came in the middle"
+    async with (
+        serving(tmp_path, nodes, settings=settings) as line,
+        raw_connection(line.url) as wire,
+    ):
+        await until(lambda: kept(tmp_path) == [made])
+        assert (tmp_path / "state/batches" / ID_FILE).is_file()
+        ask = head().replace(b"POST /v1/files ", f"GET /v1/files/{made}/content ".encode())
+        await wire.send(ask)
+        content = await answer(wire)
+        assert (content.status, content.body) == (200, b"small")

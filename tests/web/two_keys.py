@@ -13,6 +13,7 @@ from openai import AsyncOpenAI
 
 from gateway.callers.keys import ApiKey, new_key
 from gateway.stored.folder import ID_FILE
+from tests.gateway_processes import Succession
 from tests.gateways import Running, running_gateway
 
 DEAD = "http://127.0.0.1:9"
@@ -29,7 +30,7 @@ async def gateway(folder: Path, **settings: Any) -> AsyncIterator[Running]:
         yield running
 
 
-def client(running: Running, key: ApiKey | None = ALICE) -> AsyncOpenAI:
+def client(running: Running | Succession, key: ApiKey | None = ALICE) -> AsyncOpenAI:
     return AsyncOpenAI(
         base_url=f"{running.url}/v1",
         api_key="none" if key is None else key.text,
