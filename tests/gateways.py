@@ -65,6 +65,9 @@ class Running:
             "requests": len(gateway.registry),
             "waiting": len(gateway.scheduler.queue_positions()),
             "bodies": gateway.handler.body_memory.total_bytes,
+            "shares of bodies": gateway.handler.body_memory.allocation_count,
+            "editors": len(gateway.handler.latest_edits),
+            "in line": gateway.scheduler.dispatcher.waiting,
             "watched": len(gateway.timeout_monitor),
         }
         for node in gateway.fleet.nodes.values():
