@@ -163,22 +163,6 @@ def test_an_error_body_is_openais_with_its_details(api: Api) -> None:
     assert (fields["n_ctx"], fields["n_prompt_tokens"]) == (4096, 5000)
 
 
-def test_numbered_heartbeats_move_up_the_numbers_that_a_node_gave_itself() -> None:
-    beats = RESPONSES.numbered_heartbeats()
-    begun = named("response.created", sequence_number=0) + named("response.queued")
-    assert beats.rewrite_events(begun) == begun
-    assert b'"sequence_number":1}' in beats.heartbeat()
-    delta = b'data: {"delta": "\\"sequence_number\\": 9", "sequence_number": 1}\n\n'
-    moved = beats.rewrite_events(delta + b":\n" + named("x", sequence_number=2))
-    assert moved == delta.replace(b": 1}", b": 2}") + b":\n" + named("x", sequence_number=3)
-    assert b'"sequence_number":4}' in beats.heartbeat()
-    assert beats.rewrite_events(begun[-10:]) == begun[-10:]
-    stored = RESPONSES.numbered_heartbeats()
-    kept = begun + named("response.in_progress", sequence_number=1)
-    assert stored.of_log(kept) == kept
-    assert b'"sequence_number":1}' in stored.of_log(b":\n"), "a stored stream's repeats the last"
-
-
 @each_case(
     "data", [b"nonsense", b"[1]", b'{"a":', b'"text"', b'{"error":{"message":"about secrets"}}']
 )

@@ -402,16 +402,6 @@ def test_embeddings_of_one_or_more_texts() -> None:
     assert embed("prompt", prompt="a")[0] == {"model": "m", "input": "a"}
 
 
-@each_case(("keep_alive", "load"), [(None, "load"), (-1, "load"), (0, "unload"), ("0s", "unload")])
-def test_an_empty_request_loads_or_unloads(keep_alive: Any, load: str) -> None:
-    assert chat(messages=[], keep_alive=keep_alive)[1].load == load
-    assert chat(messages=None, keep_alive=keep_alive)[1].load == load
-    assert generate(prompt="", keep_alive=keep_alive)[1].load == load
-    assert generate(prompt=None, keep_alive=keep_alive)[1].load == load
-    assert chat(keep_alive=keep_alive)[1].load is None
-    assert embed(input=[])[1].load == embed("prompt")[1].load == "load"
-
-
 def test_probabilities_are_asked_for_in_the_nodes_words() -> None:
     body, found = chat(logprobs=True, top_logprobs=3)
     assert (body["logprobs"], body["top_logprobs"], found.top_logprobs) == (True, 3, 3)

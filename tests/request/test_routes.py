@@ -9,7 +9,7 @@ import pytest
 
 from gateway.request.body import parse_body
 from gateway.request.preparation import can_assemble, is_infill
-from gateway.request.routes import NATIVE_ROUTE, ROUTES, api_of_path
+from gateway.request.routes import NATIVE_ROUTE, ROUTES
 from tests.each_case import each_case
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -53,18 +53,6 @@ def test_a_plain_response_that_repeats_the_last_message_is_not_assembled(path: s
     assert not assembles(path, messages=[*HELLO, begun])
     assert assembles(path, messages=[*HELLO, begun, *HELLO])
     assert not assembles(path, messages=["assistant"])
-
-
-@each_case(
-    ("path", "name"),
-    [
-        ("/api/chat", "ollama"),
-        ("/v1/messages/count_tokens", "messages"),
-        ("/v1/nothing", "relayed"),
-    ],
-)
-def test_errors_have_the_form_of_the_paths_api(path: str, name: str) -> None:
-    assert api_of_path(path).name == name
 
 
 @each_case(
