@@ -114,18 +114,6 @@ def test_a_clients_stop_sequence_is_told(before: JsonObject, after: JsonObject) 
     assert msgspec.json.decode(repaired) == message | after
 
 
-def test_only_a_request_with_stop_sequences_is_repaired() -> None:
-    assert stop_repair({}) is None
-    assert stop_repair({"stop_sequences": ["a"]}, stop_reason=False) is None
-    repair = stop_repair({"stop_sequences": "a"})
-    assert repair is not None
-    odd = event({"type": "other", "stop_sequence": "a"})
-    assert repair.rewrite_events(odd) == odd
-    assert run_at_once(repair.rewrite_body(b"no JSON")) == b"no JSON"
-    untouched = b'{ "stop_reason": "end_turn", "stop_sequence": null }'
-    assert run_at_once(repair.rewrite_body(untouched)) == untouched
-
-
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 OUTPUT: dict[str, Any] = {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}
 HELLO: JsonObject = {"messages": [{"role": "user", "content": "hello there"}], "max_tokens": 9}

@@ -109,28 +109,6 @@ def test_a_chats_plain_response() -> None:
     assert plain(chatting(), json.dumps(content).encode())["message"]["content"] == ""
 
 
-def test_a_prompts_stream_by_each_of_the_apis_that_serve_it() -> None:
-    completion = event({"choices": [{"text": "a", "finish_reason": None}]})
-    completion += event({"choices": [{"text": "", "finish_reason": "length"}]}) + end()
-    stop = {"content": "", "stop": True, "stop_type": "limit", "timings": TIMINGS}
-    stop |= {"tokens_evaluated": 5, "tokens_predicted": 2}
-    native = event({"content": "a", "stop": False}) + event(stop)
-    chat = chunk(content="a") + chunk("length") + end()
-    asked: list[tuple[dict[str, Any], str, bytes]] = [
-        ({"raw": True}, "/v1/completions", completion),
-        ({"suffix": "x"}, "/infill", native),
-        ({}, "/v1/chat/completions", chat),
-    ]
-    for body, path, events in asked:
-        found = translation(OLLAMA_GENERATE, **body)
-        assert found.path == path
-        first, final = lines(found.rewriter.rewrite_events(events))
-        assert (first["response"], first["done"]) == ("a", False)
-        assert (final["response"], final["done"], final["done_reason"]) == ("", True, "length")
-        assert (final["eval_count"], final["prompt_eval_count"]) == (2, 5)
-        assert final["eval_duration"] == 500_500_000
-
-
 def call(
     index: int, name: str | None = None, arguments: str = "", call_id: str | None = None
 ) -> Any:
@@ -193,16 +171,6 @@ def test_comments_and_heartbeats_are_no_lines_and_errors_are() -> None:
     assert b"\n" not in OLLAMA_CHAT.heartbeat
     error = event({"error": {"code": 500, "message": "It broke."}})
     assert lines(rewriter.rewrite_events(error)) == [{"error": "It broke."}]
-
-
-@pytest.mark.parametrize("data", [b"data: {oops\n\n", b'data: {"choices": 5}\n\n', b"data: 7\n\n"])
-def test_an_event_that_is_none_is_refused(data: bytes) -> None:
-    with pytest.raises(InvalidResponse):
-        chatting().rewrite_events(data)
-    with pytest.raises(InvalidResponse):
-        plain(chatting(), data[6:])
-    with pytest.raises(InvalidResponse):
-        plain(translation(OLLAMA_EMBED, input="a").rewriter, data[6:])
 
 
 def test_embeddings_come_in_the_order_of_their_texts() -> None:

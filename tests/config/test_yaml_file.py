@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gateway.config import fields
 from gateway.config.errors import ConfigError, Problem
@@ -258,14 +256,6 @@ def test_all_problems_come_at_once_in_the_order_of_the_file(nodes_problems: Prob
 
 
 FILE = Path("config/nodes.yaml")
-
-
-@given(st.text(max_size=1000))
-def test_nothing_in_a_file_can_break_the_line(text: str) -> None:
-    shown = str(Problem(FILE, 1, text, "m", text))
-    assert shown.isprintable()
-    assert len(shown.splitlines()) == 1
-    assert len(str(Problem(FILE, 1, "k" * 10_000, "m"))) < 500
 
 
 def test_an_error_lists_its_problems_and_counts_the_rest() -> None:

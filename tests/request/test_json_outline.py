@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from gateway.api.json_values import run_at_once
 from gateway.config.listeners import LimitSettings
 from gateway.errors import GatewayError
 from gateway.request.json_outline import (
@@ -26,13 +27,7 @@ LIMITS = LimitSettings()
 def outlined(
     body: bytes, limits: LimitSettings = LIMITS, sizes: ScanSizes = DEFAULT_SIZES
 ) -> JsonOutline:
-    steps = read_outline(body, limits, sizes)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            outline: JsonOutline = end.value
-            return outline
+    return run_at_once(read_outline(body, limits, sizes))
 
 
 def refused(

@@ -8,9 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
-import openai
 import pytest
-from openai import AsyncOpenAI
 
 from gateway.callers.keys import new_key
 from gateway.local.server import claim_port, claimed_port
@@ -18,8 +16,6 @@ from tests.callers.kills import HOST, Site
 from tests.clients import npm
 from tests.emulator import EmulatedNode, expected_chat_text
 from tests.gateway_processes import Succession, serving
-from tests.polling import eventually
-from tests.web import two_keys
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -38,21 +34,6 @@ async def gateway(folder: Path) -> AsyncIterator[Succession]:
         yield process
 
 
-ENDS = ("completed", "failed", "cancelled", "expired")
-
-
-async def reached(client: AsyncOpenAI, id_: str, *statuses: str) -> Any:
-    """The batch once it has one of these statuses; before its end it shows no output."""
-
-    async def look() -> Any:
-        found = await client.batches.retrieve(id_)
-        if found.status not in ENDS:
-            assert (found.output_file_id, found.error_file_id) == (None, None)
-        return found if found.status in statuses else None
-
-    return await eventually(look, 120)
-
-
 def messages(number: int) -> list[dict[str, str]]:
     return [{"role": "user", "content": f"Tell me of the number {number}."}]
 
@@ -61,51 +42,6 @@ def chat_line(number: int, **changed: Any) -> str:
     body = {"model": "test", "messages": messages(number), "max_tokens": 12} | changed
     one = {"custom_id": f"näme {number}", "method": "POST", "url": CHAT, "body": body}
     return json.dumps(one, ensure_ascii=False) + "\n"
-
-
-async def test_openai_uploads_creates_polls_reads_and_lists(tmp_path: Path) -> None:
-    lines = [chat_line(number) for number in range(20)]
-    lines[7] = '{"custom_id": "broken"\n'
-    lines[8] = chat_line(8, model="unknown")
-    (tmp_path / "in.jsonl").write_text("".join(lines))
-    async with gateway(tmp_path) as line, two_keys.client(line, KEY) as client:
-        with (tmp_path / "in.jsonl").open("rb") as opened:
-            file = await client.files.create(file=opened, purpose="batch")
-        file = await client.files.wait_for_processing(file.id)
-        asked: dict[str, Any] = {"input_file_id": file.id, "endpoint": CHAT}
-        asked |= {"completion_window": "24h", "metadata": {"run": "1"}}
-        asked |= {"extra_headers": {"Idempotency-Key": "run-1"}}
-        batch = await client.batches.create(**asked)
-
-        done = await reached(client, batch.id, *ENDS)
-        assert done.status == "completed"
-        assert done.request_counts.to_dict() == {"total": 20, "completed": 18, "failed": 2}
-        assert done.usage is not None
-        assert done.usage.output_tokens == 18 * 12
-        assert done.metadata == {"run": "1"}
-
-        output = await client.files.content(done.output_file_id)
-        found = {one["custom_id"]: one for one in map(json.loads, output.text.splitlines())}
-        assert sorted(found) == sorted(f"näme {number}" for number in {*range(20)} - {7, 8})
-        for number in (0, 19):
-            one = found[f"näme {number}"]
-            assert one["error"] is None
-            assert one["response"]["status_code"] == 200
-            text = one["response"]["body"]["choices"][0]["message"]["content"]
-            assert text == expected_chat_text(messages(number), 12)
-        errors = await client.files.content(done.error_file_id)
-        broken, unknown = map(json.loads, errors.text.splitlines())
-        assert (broken["custom_id"], broken["response"]) == (None, None)
-        assert (broken["error"]["code"], broken["error"]["line"]) == ("invalid_json_line", 8)
-        assert (unknown["custom_id"], unknown["error"]) == ("näme 8", None)
-        assert unknown["response"]["status_code"] == 404
-        assert unknown["response"]["body"]["error"]["code"] == "model_not_found"
-
-        assert (await client.batches.create(**asked)).id == batch.id
-        with pytest.raises(openai.ConflictError, match="status 'completed'"):
-            await client.batches.cancel(batch.id)
-        assert [one.id async for one in client.batches.list(limit=1)] == [batch.id]
-        await client.files.delete(file.id)
 
 
 @pytest.fixture(scope="module")
