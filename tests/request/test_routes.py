@@ -11,16 +11,9 @@ from gateway.request.body import parse_body
 from gateway.request.preparation import can_assemble, is_infill
 from gateway.request.routes import NATIVE_ROUTE, ROUTES
 from tests.each_case import each_case
+from tests.forward import proxy_over_nodes
 
-HELLO = [{"role": "user", "content": "hello"}]
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": HELLO},
-    "/v1/completions": {"prompt": "hello"},
-    "/v1/messages": {"messages": HELLO},
-    "/v1/responses": {"input": "hello"},
-    "/completion": {"prompt": "hello"},
-    "/infill": {"input_prefix": "hello"},
-}
+BODIES = proxy_over_nodes.BODIES | {"/infill": {"input_prefix": "hello"}}
 
 
 def test_every_path_that_generates_says_where_its_prompt_and_limit_are() -> None:
@@ -50,8 +43,8 @@ def test_several_answers_are_assembled_only_where_events_tell_them_apart() -> No
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 def test_a_plain_response_that_repeats_the_last_message_is_not_assembled(path: str) -> None:
     begun = {"role": "assistant", "content": "a"}
-    assert not assembles(path, messages=[*HELLO, begun])
-    assert assembles(path, messages=[*HELLO, begun, *HELLO])
+    assert not assembles(path, messages=[*proxy_over_nodes.MESSAGES, begun])
+    assert assembles(path, messages=[*proxy_over_nodes.MESSAGES, begun, *proxy_over_nodes.MESSAGES])
     assert not assembles(path, messages=["assistant"])
 
 

@@ -171,29 +171,6 @@ async def test_what_is_wrong_is_told_at_once_and_leaves_nothing(tmp_path: Path) 
         assert (await ask(running, "GET")).json()["data"] == []
 
 
-async def test_a_key_that_keeps_as_much_as_it_may_is_not_to_repeat(tmp_path: Path) -> None:
-    limits = {"file_bytes": 5_000, "bytes_per_key": 5_000}
-    async with gateway(tmp_path, batches=limits) as running:
-        requests = [request("a", metadata={"user_id": "x" * 3_000})]
-        asked, key = {"requests": requests}, {"idempotency-key": "k"}
-        first = await ask(running, "POST", json=asked, headers=key)
-        # Asked again it is that one, whatever is kept.
-        again = await ask(running, "POST", json=asked, headers=key)
-        assert again.json()["id"] == first.json()["id"]
-        other = await ask(running, "POST", json={"requests": [request("b")]}, headers=key)
-        assert reason(other) == (422, "invalid_request_error")
-        assert other.headers["x-gateway-reason"] == "idempotency_key_reused"
-        before = kept(tmp_path)
-        refused = await ask(running, "POST", json=asked)
-        assert reason(refused) == (429, "rate_limit_error")
-        assert "5000 bytes" in refused.text
-        assert refused.headers["x-should-retry"] == "false"
-        assert refused.headers["x-gateway-reason"] == "insufficient_quota"
-        assert "retry-after" not in refused.headers
-        assert kept(tmp_path) == before
-        assert (await ask(running, "POST", key=BOB, json=asked)).status_code == 200
-
-
 def head(*fields: str) -> bytes:
     lines = [f"POST {PATH} HTTP/1.1", "Host: localhost", f"X-Api-Key: {ALICE.text}", *fields]
     return "\r\n".join(lines).encode() + b"\r\n\r\n"

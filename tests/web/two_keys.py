@@ -15,6 +15,7 @@ from gateway.callers.keys import ApiKey, new_key
 from gateway.stored.folder import ID_FILE
 from tests.gateway_processes import Succession
 from tests.gateways import Running, running_gateway
+from tests.web.bare_gateway import error_of
 
 DEAD = "http://127.0.0.1:9"
 ALICE, BOB = new_key("alice"), new_key("bob")
@@ -47,10 +48,7 @@ def kept(folder: Path) -> list[str]:
 
 def reason(response: httpx.Response) -> tuple[int, str]:
     """Status and code of an error in OpenAI's form."""
-    error = response.json()["error"]
-    assert set(error) >= {"message", "type", "param", "code"}
-    assert error["code"] == response.headers["x-gateway-reason"]
-    return response.status_code, error["code"]
+    return response.status_code, error_of(response)["code"]
 
 
 @asynccontextmanager
