@@ -58,10 +58,6 @@ def test_an_error_has_anthropics_type(status: int, kind: str) -> None:
         assert not MESSAGES.is_own_error(other)
 
 
-def delta(index: int, **fields: Any) -> dict[str, Any]:
-    return {"type": "content_block_delta", "index": index, "delta": fields}
-
-
 TEXT = {"type": "text", "text": "no"}
 THINKING = {"type": "thinking", "thinking": "hm", "signature": "x"}
 CHATS: list[tuple[object, JsonObject | None]] = [

@@ -363,13 +363,6 @@ def test_a_prompt_becomes_a_chat_a_completion_or_an_infill() -> None:
     assert found.path == "/infill"
 
 
-def test_embeddings_of_one_or_more_texts() -> None:
-    body, found = embed(input=["a", "b"], dimensions=2, truncate=True, keep_alive="5m")
-    assert body == {"model": "m", "input": ["a", "b"]}
-    assert (found.path, found.dimensions, found.load) == ("/v1/embeddings", 2, None)
-    assert embed("prompt", prompt="a")[0] == {"model": "m", "input": "a"}
-
-
 def test_probabilities_are_asked_for_in_the_nodes_words() -> None:
     body, found = chat(logprobs=True, top_logprobs=3)
     assert (body["logprobs"], body["top_logprobs"], found.top_logprobs) == (True, 3, 3)

@@ -4,8 +4,6 @@ That the same events pass, and none in part, is `tests.fuzz.sse`'s."""
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,12 +32,6 @@ LIMIT = 1 << 20
 LINES = [b"event: delta", b"id: 7", b"data", b"data:", b"unknown: x"]
 PARTS = [b"data: a\n\n", b"data: {}\nevent: x\n\n", b"id: 7\n:\ndata: b\n\n", b":\n", b": x\n\n\n"]
 STREAMS = st.lists(st.sampled_from(PARTS), max_size=8)
-
-
-@st.composite
-def cut(draw: st.DrawFn, data: bytes) -> list[bytes]:
-    places = sorted(draw(st.sets(st.integers(0, len(data)), max_size=8)))
-    return [data[a:b] for a, b in pairwise([0, *places, len(data)])]
 
 
 def test_only_the_end_of_a_stream_in_one_chunk_is_not_ordinary() -> None:

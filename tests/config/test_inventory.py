@@ -58,16 +58,6 @@ def test_every_key_of_the_contract_is_read(load_nodes: LoadNodes, tmp_path: Path
     assert (node.enabled, node.standby, node.labels) == (False, True, {"numa": "0"})
 
 
-@each_case(
-    ("written", "models"),
-    [("m", {"m": "m"}), ("[m, n]", {"m": "m", "n": "n"}), ("{public: inner}", {"public": "inner"})],
-)
-def test_models_are_a_name_a_list_or_a_mapping(
-    load_nodes: LoadNodes, written: str, models: dict[str, str]
-) -> None:
-    assert load_nodes(ONE.format(f"model: {written}")).nodes[0].models == models
-
-
 # Defaults.
 
 

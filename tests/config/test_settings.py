@@ -16,7 +16,6 @@ from gateway.config.keys import (
     CacheSpec,
     LimitSpec,
     cache_policy,
-    has_labels,
     parse_budget,
 )
 from gateway.config.scheduling import ModelRule, find_alias_loop
@@ -408,11 +407,3 @@ def test_what_no_node_may_have_cached_has_a_scope_of_its_own() -> None:
     policy = cache_policy((CacheSpec(isolate="group", prompt_cache=False),), "alice", "team")
     assert policy.scope_of("req_1") != policy.scope_of("req_2")
     assert CachePolicy(scope="group team").scope_of("req_1") == "group team"
-
-
-def test_a_node_needs_all_labels() -> None:
-    wanted = (("tenant", "a"), ("zone", "1"))
-    assert has_labels({"tenant": "a", "zone": "1", "more": "x"}, wanted)
-    assert not has_labels({"tenant": "a"}, wanted)
-    assert not has_labels({"tenant": "a", "zone": "2"}, wanted)
-    assert has_labels({}, ())

@@ -13,7 +13,6 @@ import pytest
 from gateway.api.sse import GROWTH_PER_EVENT, EventFramer
 from gateway.config.listeners import LimitSettings
 from gateway.errors import GatewayError
-from gateway.nodes.node import NodeState
 from gateway.request import request_limits
 from gateway.request.body import nesting_depth, parse_body
 from gateway.request.request_limits import (
@@ -26,9 +25,7 @@ from gateway.transport.errors import InvalidResponse
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.forward.proxy_over_nodes import BODIES, GENERATION_PATHS, proxy_over
-from tests.gateways import running_gateway
 from tests.request.test_request import prepared, refused
-from tests.servers import start_demo_servers
 from tests.virtual import in_virtual_time
 
 NO_SCHEMAS: tuple[Any, ...] = (None, "", 3, [], {})
@@ -300,34 +297,6 @@ def test_an_event_may_be_larger_after_many() -> None:
     framer.feed(b"\n\n")
     with pytest.raises(InvalidResponse, match=str(4 * GROWTH_PER_EVENT)):
         framer.feed(b"data: " + 5 * GROWTH_PER_EVENT * b"x")
-
-
-LOUD: list[dict[str, Any]] = [
-    {"stop": ["q" * 3 * MIB]},
-    {"logprobs": 100_000},
-    {"grammar": "root ::= [a-z]* # " + "x" * 120_000, "verbose": True},
-    {"logit_bias": [["abcdefgh" * 400, 1.5]] * 20, "verbose": True},
-    {"samplers": "t" * 60_000},
-    {"n_probs": 1000, "stop": ["q" * 4000], "grammar": 'root ::= "q"*', "n_predict": 300},
-    {"grammar_lazy": True, "grammar": 'root ::= "q"*',
-     "grammar_triggers": [{"type": 2, "value": "((.*)*)*b{5}$"}]},
-    {"dry_multiplier": 0.8, "dry_sequence_breakers": [f"b{n}" for n in range(5000)]},
-]  # fmt: skip
-
-
-@pytest.mark.real
-@pytest.mark.slow
-async def test_no_request_makes_real_servers_fail(tmp_path: Path) -> None:
-    async with start_demo_servers(2) as urls, running_gateway(tmp_path, urls) as running:
-        nodes = running.gateway.fleet.nodes.values()
-        for extra in LOUD:
-            for path in ("/completion", "/v1/completions", "/v1/chat/completions"):
-                body = {**BODIES[path], "max_tokens": 40, "stream": True, **extra}
-                reply = await running.client.post(path, content=json.dumps(body))
-                assert reply.status_code in {200, 400}, reply.text[:300]
-                assert '"error"' not in reply.text or reply.status_code == 400
-                assert all(node.state is NodeState.READY for node in nodes)
-                assert all(not node.circuit.suspect_callers for node in nodes)
 
 
 DOUBLED = "\n".join(f"r{i + 1} ::= r{i} r{i}" for i in range(2000))

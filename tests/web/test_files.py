@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import stat
-from collections.abc import AsyncIterator, MutableMapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.errors import GatewayError
-from gateway.stored.files import Content
 from gateway.stored.folder import ID_FILE
-from gateway.web.files import UNNAMED, ContentResponse, UploadForm, content_headers
+from gateway.web.files import UNNAMED, UploadForm
 from tests.each_case import each_case
 from tests.emulator.raw_connection import raw_connection
 from tests.gateway_processes import serving
@@ -71,7 +68,10 @@ async def test_the_official_client_uploads_reads_lists_and_deletes(tmp_path: Pat
         assert await alice.files.retrieve(made.id) == made
         read = await alice.files.content(made.id)
         assert read.content == content
-        assert read.response.headers["content-type"] == "application/octet-stream"
+        told = read.response.headers
+        assert told["content-type"] == "application/octet-stream"
+        assert told["content-disposition"] == "attachment; filename*=UTF-8''Zeilen%20%C3%A4.jsonl"
+        assert told["x-content-type-options"] == "nosniff"
         url, key = f"/v1/files/{made.id}/content", {"authorization": f"Bearer {ALICE.text}"}
         asked = await running.client.head(url, headers=key)
         assert (asked.status_code, asked.headers["content-length"]) == (200, str(len(content)))
@@ -397,40 +397,6 @@ def test_a_form_that_is_wrong_or_too_large_is_refused(body: bytes) -> None:
     with pytest.raises(GatewayError) as refused:
         parsed(body)
     assert (refused.value.status, refused.value.code) == (400, "invalid_request")
-
-
-@pytest.mark.parametrize("fails", [False, True])
-async def test_the_content_is_closed_when_all_is_sent_and_if_reading_fails(fails: bool) -> None:
-    sent: list[bytes] = []
-    closed: list[bool] = []
-
-    async def pieces() -> AsyncIterator[bytes]:
-        yield b"one"
-        if fails:
-            raise LookupError("the disk is gone")
-        yield b"two"
-
-    async def close() -> None:
-        closed.append(True)
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    async def send(message: MutableMapping[str, Any]) -> None:
-        sent.append(message.get("body", b""))
-
-    response = ContentResponse(Content("ä.jsonl", 6, pieces(), close), content_headers("ä", 6))
-    scope = {"type": "http", "asgi": {"spec_version": "2.4"}, "method": "GET", "headers": []}
-    with pytest.raises(LookupError) if fails else contextlib.nullcontext():
-        await response(scope, receive, send)
-    assert (b"".join(sent), closed) == (b"one" if fails else b"onetwo", [True])
-
-
-def test_the_headers_name_the_file_and_its_length_if_known() -> None:
-    headers = content_headers("a b/ä.jsonl", 5)
-    assert headers["content-disposition"] == "attachment; filename*=UTF-8''a%20b%2F%C3%A4.jsonl"
-    assert (headers["content-length"], headers["x-content-type-options"]) == ("5", "nosniff")
-    assert "content-length" not in content_headers("a", None)
 
 
 @pytest.mark.slow

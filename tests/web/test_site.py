@@ -130,18 +130,6 @@ async def test_models_and_readiness_are_503_until_the_first_probes_are_done(path
             assert (await gateway.public.get(path)).status_code == 200
 
 
-async def test_while_a_node_may_yet_serve_a_model_it_is_503() -> None:
-    async with EmulatedNode() as node:
-        node.loading = True
-        async with bare_gateway(a_spec("a", node.url)) as gateway:
-            response = await gateway.public.get("/v1/models/demo")
-            assert (response.status_code, error_of(response)["code"]) == (503, "no_node")
-            assert "'a' is loading" in error_of(response)["message"]
-            node.loading = False
-            await gateway.until(lambda: gateway.fleet.model_index.serves("demo"))
-            assert (await gateway.public.get("/v1/models/demo")).status_code == 200
-
-
 async def test_props_contain_sizes_but_no_path_and_no_template() -> None:
     async with (
         EmulatedNode(context=8192, slots=3, model="other") as large,
