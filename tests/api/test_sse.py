@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.api.base import Api
-from gateway.api.chat import CHAT
 from gateway.api.messages import MESSAGES
 from gateway.api.responses import RESPONSES
 from gateway.api.sse import (
@@ -24,7 +23,6 @@ from gateway.api.sse import (
     validated,
 )
 from gateway.transport.errors import InvalidResponse
-from tests.bench import node_replies
 from tests.each_case import each_case
 
 LIMIT = 1 << 20
@@ -32,14 +30,6 @@ LIMIT = 1 << 20
 LINES = [b"event: delta", b"id: 7", b"data", b"data:", b"unknown: x"]
 PARTS = [b"data: a\n\n", b"data: {}\nevent: x\n\n", b"id: 7\n:\ndata: b\n\n", b":\n", b": x\n\n\n"]
 STREAMS = st.lists(st.sampled_from(PARTS), max_size=8)
-
-
-def test_only_the_end_of_a_stream_in_one_chunk_is_not_ordinary() -> None:
-    framer = EventFramer(LIMIT, CHAT.ordinary_events)
-    stream = node_replies.stream_body(200)
-    assert framer.feed(stream) == stream
-    assert framer.event_count == len(list(split(stream)))
-    assert framer.special_bytes == len(CHAT.stream_end)
 
 
 @pytest.mark.parametrize(
