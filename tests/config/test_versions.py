@@ -151,20 +151,6 @@ def test_a_link_stays_one_and_its_target_is_replaced(tmp_path: Path) -> None:
 # What has changed.
 
 
-def test_a_difference_has_the_lines_around_it_as_diff_has_them() -> None:
-    before = [f"line {number}" for number in range(40)]
-    after = [*before]
-    after[20:21] = ["changed", "more"]
-    shown = difference("\n".join(before), "\n".join(after))
-    assert shown["lines"] == [
-        "@@ -18,7 +18,8 @@",
-        *(" line 17", " line 18", " line 19", "-line 20", "+changed", "+more"),
-        *(" line 21", " line 22", " line 23"),
-    ]
-    assert (shown["added"], shown["removed"], shown["cut"]) == (2, 1, False)
-    assert difference("same\n", "same\n")["lines"] == []
-
-
 def test_a_difference_of_large_files_is_bounded() -> None:
     before = "\n".join(f"a: {number % 7}" for number in range(100_000))
     after = "\n".join(f"b: {number % 5}" for number in range(100_000))
