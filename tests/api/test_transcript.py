@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from typing import Any
@@ -22,6 +21,7 @@ from gateway.api.transcript import (
     TranscriptRecorder,
     find_splice_point,
 )
+from tests.api.events import chat_choice, event
 from tests.each_case import each_case
 
 MIB = 1 << 20
@@ -37,15 +37,17 @@ def chunk(path: str, text: str) -> bytes:
     """One event with a token's text, as llama.cpp writes it on this path."""
     if path == "/v1/messages":
         delta = {"type": "text_delta", "text": text}
-        value: Any = {"type": "content_block_delta", "index": 0, "delta": delta}
-        return b"event: content_block_delta\ndata: " + json.dumps(value).encode() + b"\n\n"
+        value = {"type": "content_block_delta", "index": 0, "delta": delta}
+        return event(value, "content_block_delta")
     if path == "/completion":
-        value = {"index": 0, "content": text, "tokens": [len(text)], "stop": False}
-    elif path == "/v1/completions":
-        value = {"choices": [{"text": text, "index": 0, "logprobs": None}], "id": "x"}
-    else:
-        value = {"choices": [{"index": 0, "delta": {"content": text}}], "id": "x"}
-    return b"data: " + json.dumps(value).encode() + b"\n\n"
+        return event({"index": 0, "content": text, "tokens": [len(text)], "stop": False})
+    if path == "/v1/completions":
+        return event({"choices": [{"text": text, "index": 0, "logprobs": None}], "id": "x"})
+    return chat_chunk({"content": text})
+
+
+def chat_chunk(delta: dict[str, Any], **more: Any) -> bytes:
+    return event({"choices": [chat_choice(delta)], "id": "x", **more})
 
 
 @pytest.mark.parametrize("path", READERS)
@@ -94,7 +96,7 @@ def test_open_content_blocks_are_known() -> None:
 
     def opened_after(kind: str, index: int, **more: Any) -> dict[int, str]:
         value = {"type": f"content_block_{kind}", "index": index, **more}
-        recorder.add(b"data: " + json.dumps(value).encode() + b"\n\n")
+        recorder.add(event(value))
         return recorder.transcript().open_blocks
 
     assert opened_after("start", 0, content_block={"type": "thinking"}) == {0: "thinking"}
@@ -106,11 +108,6 @@ def test_open_content_blocks_are_known() -> None:
     transcript = recorder.transcript()
     assert (transcript.block_index, transcript.block_is_open) == (1, True)
     assert transcript.unresumable is None
-
-
-def chat_chunk(delta: dict[str, Any], **more: Any) -> bytes:
-    value = {"choices": [{"finish_reason": None, "index": 0, "delta": delta}], "id": "x", **more}
-    return b"data: " + json.dumps(value).encode() + b"\n\n"
 
 
 @each_case(
@@ -130,8 +127,8 @@ def test_text_is_read_wherever_events_of_another_form_stand(between: bytes) -> N
     texts = [f" wörd\\{i}" for i in range(700)]
     events += [chat_chunk({"reasoning_content": thought}) for thought in thoughts]
     events += [chat_chunk({"content": text}) for text in texts]
-    for number, event in enumerate(events):
-        recorder.add(event + between if number % 251 == 250 else event)
+    for number, one in enumerate(events):
+        recorder.add(one + between if number % 251 == 250 else one)
     transcript = recorder.transcript()
     assert transcript.unresumable is None
     assert transcript.reasoning_text == "".join(thoughts)

@@ -122,30 +122,54 @@ async def test_store_alone_keeps_nothing_unless_the_settings_allow_it(tmp_path: 
         assert kept(tmp_path) == []
 
 
-async def test_a_response_of_another_key_is_not_there(tmp_path: Path) -> None:
-    async with gateway(tmp_path) as running:
-        async with client(running) as alice, client(running, BOB) as bob:
-            made = await alice.responses.create(**ASK, background=True)
-            for ask in (
-                bob.responses.retrieve,
-                bob.responses.cancel,
-                bob.responses.delete,
-                bob.responses.input_items.list,
-            ):
-                with pytest.raises(openai.NotFoundError):
-                    await ask(made.id)
-            async with client(running, None) as nobody:
-                with pytest.raises(openai.AuthenticationError):
-                    await nobody.responses.retrieve(made.id)
-            hers, his = ({"authorization": f"Bearer {key.text}"} for key in (ALICE, BOB))
-            deferred = await running.client.post(
-                "/v1/chat/completions", json=CHAT, headers={**hers, **PREFER}
-            )
-            for method in ("GET", "DELETE"):
-                url = deferred.headers["location"]
-                refused = await running.client.request(method, url, headers=his)
-                assert refused.status_code == 404
-            assert (await ended(alice, made.id)).status == "incomplete"
+OWNED: list[tuple[str, list[str]]] = [
+    ("/v1/files/{file}", ["GET", "DELETE"]), ("/v1/files/{file}/content", ["GET"]),
+    ("/v1/batches/{batch}", ["GET"]),
+    *((f"/v1/batches/{{batch}}/{verb}", ["POST"]) for verb in ("cancel", "pause", "resume")),
+    *((f"/v1/batches/{{batch}}/{part}", ["GET"]) for part in ("output", "errors")),
+    ("/v1/messages/batches/{message_batch}", ["GET", "DELETE"]),
+    *((f"/v1/messages/batches/{{message_batch}}/{verb}", ["POST"])
+      for verb in ("cancel", "pause", "resume")),
+    *((f"/v1/messages/batches/{{message_batch}}/results{partial}", ["GET"])
+      for partial in ("", "?partial=true")),
+    ("/v1/responses/{response}", ["GET", "DELETE"]), ("/v1/responses/{response}/cancel", ["POST"]),
+    ("/v1/responses/{response}/input_items", ["GET"]),
+    ("/v1/background/{deferred}", ["GET", "DELETE"]),
+]  # fmt: skip
+"""What is kept for callers, by the paths and methods that reach it."""
+
+
+async def test_what_is_kept_for_another_key_is_not_there(tmp_path: Path) -> None:
+    hers, his = ({"authorization": f"Bearer {key.text}"} for key in (ALICE, BOB))
+    async with gateway(tmp_path) as running, client(running) as alice, client(running, BOB) as bob:
+
+        async def made(path: str, **body: Any) -> httpx.Response:
+            return await running.client.post(path, json=body, headers=hers | PREFER)
+
+        file = await alice.files.create(file=("a.jsonl", b"{}\n"), purpose="batch")
+        asked: Any = {"input_file_id": file.id, "endpoint": "/v1/chat/completions"}
+        batch = await alice.batches.create(**asked, completion_window="24h")
+        requests = [{"custom_id": "a", "params": {"model": "demo", **CHAT}}]
+        message_batch = (await made("/v1/messages/batches", requests=requests)).json()["id"]
+        response = await alice.responses.create(**ASK, background=True)
+        deferred = (await made("/v1/chat/completions", **CHAT)).headers["location"]
+        ids = {"file": file.id, "batch": batch.id, "message_batch": message_batch,
+               "response": response.id, "deferred": deferred.rpartition("/")[2]}  # fmt: skip
+        for path, methods in OWNED:
+            for method in methods:
+                for headers, status in ((his, 404), ({}, 401)):
+                    url = path.format(**ids)
+                    refused = await running.client.request(method, url, headers=headers)
+                    assert refused.status_code == status, (method, url)
+        for path in ("/v1/files", "/v1/batches", "/v1/messages/batches"):
+            assert (await running.client.get(path, headers=his)).json()["data"] == []
+        with pytest.raises(openai.BadRequestError, match="No such File object") as refused_file:
+            await bob.batches.create(**asked, completion_window="24h")
+        assert refused_file.value.param == "input_file_id"
+        # Nor do the two APIs show each other's batches.
+        other = await running.client.get(f"/v1/messages/batches/{batch.id}", headers=hers)
+        assert other.status_code == 404
+        assert (await ended(alice, response.id)).status == "incomplete"
 
 
 async def test_one_that_runs_is_cancelled_and_its_stream_ends(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
-import openai
 import pytest
 from openai import AsyncOpenAI
 from openai.types import Batch, FileObject
@@ -21,7 +20,7 @@ from gateway.web.batches import batch_object
 from tests.each_case import each_case
 from tests.gateways import Running
 from tests.polling import eventually
-from tests.web.two_keys import ALICE, BOB, client, gateway, reason, two_callers
+from tests.web.two_keys import ALICE, client, gateway, reason
 
 pytestmark = pytest.mark.usefixtures("hurried")
 
@@ -172,31 +171,6 @@ async def test_what_has_ended_stays_as_it_is(tmp_path: Path) -> None:
         lines = (await alice.files.content(late.error_file_id)).text.splitlines()
         assert [json.loads(one)["error"]["code"] for one in lines] == ["batch_expired"] * 2
         assert late.to_dict()["llama_gateway"]["expired"] == 2  # type: ignore[index]
-
-
-async def test_a_batch_of_another_key_is_not_there(tmp_path: Path) -> None:
-    async with two_callers(tmp_path) as (running, alice, bob):
-        made = await created(alice)
-        unknown = (await ask(running, "GET", "/v1/batches/batch_1", BOB)).json()
-        for method, path in (
-            ("GET", ""),
-            *(("POST", path) for path in ("/cancel", "/pause", "/resume")),
-            *(("GET", path) for path in ("/output", "/errors")),
-        ):
-            refused = await ask(running, method, f"/v1/batches/{made.id}{path}", BOB)
-            assert reason(refused) == (404, "batch_not_found")
-            assert refused.json() == json.loads(json.dumps(unknown).replace("batch_1", made.id))
-            nobody = await ask(running, method, f"/v1/batches/{made.id}{path}", None)
-            assert reason(nobody) == (401, "invalid_api_key")
-        assert [one async for one in bob.batches.list()] == []
-        with pytest.raises(openai.BadRequestError, match="No such File object") as refused_file:
-            await bob.batches.create(
-                input_file_id=made.input_file_id, endpoint=CHAT, completion_window="24h"
-            )
-        assert refused_file.value.param == "input_file_id"
-        # Nor do the two APIs show each other's batches.
-        other = await ask(running, "GET", f"/v1/messages/batches/{made.id}")
-        assert other.status_code == 404
 
 
 ASKED = {"input_file_id": "file-1", "endpoint": CHAT, "completion_window": "24h"}

@@ -112,19 +112,6 @@ async def test_a_list_is_read_page_by_page_in_both_orders_and_by_purpose(tmp_pat
                 await alice.files.list(**wrong)
 
 
-async def test_a_file_of_another_key_is_not_there(tmp_path: Path) -> None:
-    async with two_callers(tmp_path) as (running, alice, bob):
-        made = await alice.files.create(file=("a", LINES), purpose="batch")
-        for ask in (bob.files.retrieve, bob.files.content, bob.files.delete):
-            with pytest.raises(openai.NotFoundError):
-                await ask(made.id)
-        assert [one async for one in bob.files.list()] == []
-        assert (await alice.files.content(made.id)).content == LINES
-        async with client(running, None) as nobody:
-            with pytest.raises(openai.AuthenticationError):
-                await nobody.files.retrieve(made.id)
-
-
 async def test_an_upload_may_ask_to_expire_earlier_but_not_later(tmp_path: Path) -> None:
     async with gateway(tmp_path, batches={"keep": "2h"}) as running, client(running) as alice:
 

@@ -28,7 +28,7 @@ from tests.emulator.raw_connection import raw_connection
 from tests.gateways import Running, until
 from tests.polling import eventually
 from tests.web.raw_client import answer
-from tests.web.two_keys import ALICE, BOB, gateway, kept
+from tests.web.two_keys import ALICE, gateway, kept
 
 pytestmark = pytest.mark.usefixtures("hurried")
 
@@ -78,6 +78,9 @@ async def test_a_batch_is_created_shown_cancelled_read_and_deleted(tmp_path: Pat
         batches = alice.messages.batches
         made = await batches.create(requests=[request("a"), request("b")])
         assert made.id.startswith("msgbatch_")
+        # Its body does not show as a file.
+        listed = await running.client.get("/v1/files", headers={"x-api-key": ALICE.text})
+        assert listed.json()["data"] == []
         assert (made.type, made.processing_status) == ("message_batch", "in_progress")
         counts = made.request_counts
         assert (counts.processing, counts.succeeded, counts.errored) == (2, 0, 0)
@@ -136,22 +139,6 @@ async def test_a_list_is_read_in_both_directions(tmp_path: Path) -> None:
         assert (empty.data, empty.first_id, empty.last_id) == ([], None, None)
         for query in ("limit=1001", "after_id=%00", f"after_id={made[0]}&before_id={made[1]}"):
             assert reason(await ask(running, "GET", f"?{query}")) == (400, "invalid_request_error")
-
-
-async def test_a_batch_of_another_key_is_not_there(tmp_path: Path) -> None:
-    async with gateway(tmp_path) as running, client(running) as alice:
-        made = await alice.messages.batches.create(requests=[request("a")])
-        for method, path in (
-            *(("GET", path) for path in ("", "/results", "/results?partial=true")),
-            *(("POST", path) for path in ("/cancel", "/pause", "/resume")),
-            ("DELETE", ""),
-        ):
-            refused = await ask(running, method, f"/{made.id}{path}", BOB)
-            assert reason(refused) == (404, "not_found_error")
-            assert refused.json()["error"]["message"] == f"Message Batch {made.id} not found."
-        # Nor does its body show as a file, to anybody.
-        listed = await running.client.get("/v1/files", headers={"x-api-key": ALICE.text})
-        assert listed.json()["data"] == []
 
 
 async def test_what_is_wrong_is_told_at_once_and_leaves_nothing(tmp_path: Path) -> None:
