@@ -143,7 +143,7 @@ async def test_the_public_listener_without_a_key(key: str | None) -> None:
                     method, filled(path).replace(MODEL, "x"), headers=bearer(key), json={}
                 )
                 if path == CALLER_PAGE and method in {"GET", "HEAD"}:
-                    # The same bytes for everybody: test_caller_page.py.
+                    # The same bytes for everybody: test_site.py.
                     assert response.status_code == 200, why
                     assert [word for word in secrets if word in response.text] == [], why
                     continue
