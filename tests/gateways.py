@@ -152,7 +152,7 @@ async def running_gateway(
 
 
 @functools.cache
-def _new_store() -> bytes:
+def new_store() -> bytes:
     """SQLite's file as a first start makes it."""
     with tempfile.TemporaryDirectory() as folder:
         location = locate_store(None, Path(folder))
@@ -168,7 +168,7 @@ def _put_store(path: Path) -> None:
     with contextlib.suppress(FileExistsError):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(file, "wb") as opened:
-            opened.write(_new_store())
+            opened.write(new_store())
 
 
 async def until(
