@@ -275,19 +275,14 @@ def test_a_chat_streams_unless_it_says_otherwise() -> None:
 
 
 def test_options_become_sampling_parameters() -> None:
-    options = {
-        "num_predict": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 20.0, "min_p": 0.1, "seed": 3,
-        "stop": ["a", "b"], "repeat_penalty": 1.1, "repeat_last_n": 8, "presence_penalty": 1,
-        "frequency_penalty": 2, "typical_p": 0.7, "mirostat": 1, "mirostat_tau": 5.0,
-        "mirostat_eta": 0.1, "num_keep": 4, "num_ctx": 8192, "num_gpu": 1, "use_mmap": True,
-        "nobody_knows": "this", "tfs_z": None,
+    same = {
+        "temperature": 0.5, "top_p": 0.9, "min_p": 0.1, "seed": 3, "stop": ["a", "b"],
+        "repeat_penalty": 1.1, "repeat_last_n": 8, "presence_penalty": 1, "frequency_penalty": 2,
+        "typical_p": 0.7, "mirostat": 1, "mirostat_tau": 5.0, "mirostat_eta": 0.1,
     }  # fmt: skip
-    expected = {
-        "max_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "seed": 3,
-        "stop": ["a", "b"], "repeat_penalty": 1.1, "repeat_last_n": 8, "presence_penalty": 1,
-        "frequency_penalty": 2, "typical_p": 0.7, "mirostat": 1, "mirostat_tau": 5.0,
-        "mirostat_eta": 0.1, "n_keep": 4,
-    }  # fmt: skip
+    options = same | {"num_predict": 7, "top_k": 20.0, "num_keep": 4, "tfs_z": None}
+    options |= {"num_ctx": 8192, "num_gpu": 1, "use_mmap": True, "nobody_knows": "this"}
+    expected = same | {"max_tokens": 7, "top_k": 20, "n_keep": 4}
     for body in (chat(options=options)[0], generate(options=options)[0]):
         assert {name: body[name] for name in expected} == expected
         assert not {"num_ctx", "num_gpu", "use_mmap", "nobody_knows", "options"} & set(body)
