@@ -148,34 +148,8 @@ def test_an_event_of_very_many_objects_is_not_read() -> None:
 # Splice points: where the text tokenizes as it was written.
 
 
-WORD = re.compile(r" ?[a-z]+|[^a-z]")
-
-
-async def words(path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """A tokenizer of whole words."""
-    assert path == "/tokenize"
-    pieces = WORD.findall(body["content"])
-    return {"tokens": [{"id": 1, "piece": piece} for piece in pieces]}
-
-
 def transcript_of(*texts: str) -> Transcript:
     return Transcript(content_pieces=list(texts), token_count=len(texts))
-
-
-@each_case(
-    ("sent", "greedy", "prefix", "overlap", "prefix_tokens"),
-    [
-        ((" of", " the", " sea"), True, " of the sea", "", 3),  # it tokenizes as it was written
-        ((" of", " the", " se", "a"), True, " of the", " sea", 2),  # a word in two tokens
-        ((" of", " the", " se", "a"), False, " of the sea", "", 4),  # sampled: exactly at the cut
-    ],
-)
-async def test_a_text_continues_at_its_end_or_is_stepped_back_over(
-    sent: tuple[str, ...], greedy: bool, prefix: str, overlap: str, prefix_tokens: int
-) -> None:
-    splice = await find_splice_point(words, "tell me", transcript_of(*sent), greedy=greedy)
-    assert (splice.prefix, splice.overlap, splice.prefix_tokens) == (prefix, overlap, prefix_tokens)
-    assert (splice.prompt_tokens, splice.sent_tokens) == (2, len(sent))
 
 
 async def test_a_token_that_was_sent_in_part_is_stepped_back_over() -> None:
@@ -194,11 +168,6 @@ async def test_a_token_that_was_sent_in_part_is_stepped_back_over() -> None:
     assert (
         await find_splice_point(letters, "", transcript, greedy=False, has_stop_words=True)
     ).overlap == ""
-
-
-async def test_without_an_agreeing_offset_the_splice_point_is_the_end() -> None:
-    splice = await find_splice_point(words, "", transcript_of(*"abcdefghijklm"), greedy=True)
-    assert (splice.prefix + splice.overlap) == "abcdefghijklm"
 
 
 @given(st.text(max_size=12), st.text(max_size=12), st.lists(st.integers(1, 5), max_size=20))
