@@ -355,7 +355,7 @@ def shown(stream: Stream) -> list[Any]:
 async def test_a_stream_that_is_cut_anywhere_goes_on_on_another_node(tmp_path: Path) -> None:
     nodes = EmulatedNode(), EmulatedNode()
     nodes[0].faults.share_next(nodes[1].faults)
-    never = {"health": {"failures": 1000}, "retries": {"quarantine": 0}}
+    never: dict[str, Any] = {"health": {"failures": 1000}, "retries": {"quarantine": 0}}
     async with proxy_over(tmp_path, *nodes, **never) as proxy:
         body: dict[str, Any] = {"temperature": 0, "max_output_tokens": 9}
         whole = await proxy.stream(PATH, **body)

@@ -222,16 +222,6 @@ async def test_bad_requests_are_refused_and_keep_nothing(tmp_path: Path) -> None
         assert kept(tmp_path) == []
 
 
-async def test_requests_that_take_no_slot_are_served_at_once(tmp_path: Path) -> None:
-    async with running_gateway(tmp_path, [EmulatedNode()]) as running:
-        body = {"messages": [{"role": "user", "content": "x"}], "content": "x"}
-        answer = await running.client.post(
-            "/tokenize", json=body, headers={"prefer": "respond-async"}
-        )
-        assert answer.status_code == 200
-        assert "preference-applied" not in answer.headers
-
-
 async def test_a_body_of_too_many_parts_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
     async with running_gateway(tmp_path, [EmulatedNode()]) as running:
         parts = b"[" + b"[]," * 700_000 + b"[]]"
@@ -330,6 +320,10 @@ async def test_a_stream_is_refused_and_other_preferences_change_nothing(tmp_path
         )
         assert usual.status_code == 200
         assert "choices" in usual.json()
+        # What takes no slot is served at once.
+        tokenized = await ask(running, "/tokenize", {"content": "x"})
+        assert tokenized.status_code == 200
+        assert "preference-applied" not in tokenized.headers
 
 
 # Clients that wait for stored responses while the gateway ends (SIGTERM).
