@@ -65,6 +65,9 @@ class Running:
             "requests": len(gateway.registry),
             "waiting": len(gateway.scheduler.queue_positions()),
             "bodies": gateway.handler.body_memory.total_bytes,
+            "shares of bodies": gateway.handler.body_memory.allocation_count,
+            "editors": len(gateway.handler.latest_edits),
+            "in line": gateway.scheduler.dispatcher.waiting,
             "watched": len(gateway.timeout_monitor),
         }
         for node in gateway.fleet.nodes.values():
@@ -139,17 +142,17 @@ async def running_gateway(
                 lambda: [f"{node.name}: {node.reason}" for node in found],
             )
         url, admin_url = gateway.public_listener.url, gateway.admin_listener.url
+        how: dict[str, Any] = {"timeout": 120.0, "trust_env": False, "verify": NO_TLS}
+        how["limits"] = httpx.Limits(max_connections=None)
         client, admin = [
-            await stack.enter_async_context(
-                httpx.AsyncClient(base_url=base, timeout=120.0, trust_env=False, verify=NO_TLS)
-            )
+            await stack.enter_async_context(httpx.AsyncClient(base_url=base, **how))
             for base in (url, admin_url)
         ]
         yield Running(gateway, url, admin_url, nodes_file, settings_file, client, admin)
 
 
 @functools.cache
-def _new_store() -> bytes:
+def new_store() -> bytes:
     """SQLite's file as a first start makes it."""
     with tempfile.TemporaryDirectory() as folder:
         location = locate_store(None, Path(folder))
@@ -165,7 +168,7 @@ def _put_store(path: Path) -> None:
     with contextlib.suppress(FileExistsError):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(file, "wb") as opened:
-            opened.write(_new_store())
+            opened.write(new_store())
 
 
 async def until(

@@ -51,7 +51,7 @@ def test_every_file_that_the_page_names_is_served() -> None:
     page = (STATIC_FOLDER / PAGE).read_text()
     for name in re.findall(rf'(?:href|src)="{FILES_PATH[1:]}([^"]+)"', page):
         assert name in files, name
-    # That of callers is another page: tests/web/test_caller_page.py.
+    # That of callers is another page: tests/web/test_site.py.
     for path in set(STATIC_FOLDER.glob("*.js")) - {STATIC_FOLDER / "me.js"}:
         for name in re.findall(r'from "\./([^"]+)"', path.read_text()):
             assert name in files, f"{path.name}: {name}"

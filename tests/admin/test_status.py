@@ -35,7 +35,6 @@ async def test_status_shows_the_gateway_on_one_page() -> None:
                 a_spec("b", DEAD, model="demo"),
                 a_spec("c", DEAD, model="demo"),
             ),
-            serving=True,
         ) as gateway,
     ):
         assert (await gateway.chat()).status_code == 200
@@ -69,7 +68,7 @@ async def test_status_shows_the_gateway_on_one_page() -> None:
 @in_virtual_time
 async def test_status_lists_queued_requests_in_order_up_to_a_limit() -> None:
     async with bare_gateway(
-        node := EmulatedNode(slots=1, decode_tps=10, answer_tokens=2000), serving=True
+        node := EmulatedNode(slots=1, decode_tps=10, answer_tokens=2000)
     ) as gateway:
         tasks = [asyncio.create_task(gateway.chat())]
         await gateway.until(lambda: node.busy == 1)
@@ -98,7 +97,7 @@ async def test_status_lists_queued_requests_in_order_up_to_a_limit() -> None:
 
 @in_virtual_time
 async def test_hosts_of_the_settings_are_allowed_and_others_are_not() -> None:
-    async with bare_gateway(admin_hosts=("gateway.example",)) as gateway:
+    async with bare_gateway(settings={"admin": {"hosts": ["gateway.example"]}}) as gateway:
         good = await gateway.admin.get("/health", headers={"host": "gateway.example:8001"})
         bad = await gateway.admin.get("/health", headers={"host": "evil.example"})
         page = await gateway.admin.post("/admin/reload", headers={"origin": "https://evil.example"})

@@ -33,7 +33,6 @@ async def two_nodes(
         fast := EmulatedNode(slots=1, decode_tps=20, prefill_tps=200, cache_ram=1 << 20),
         slow := EmulatedNode(slots=1, decode_tps=5, prefill_tps=50),
         settings=settings,
-        serving=True,
     ) as gateway:
         yield gateway, fast, slow
 
@@ -218,9 +217,7 @@ def spans(
 
 @in_virtual_time
 async def test_an_attempt_reads_then_writes_and_then_has_ended() -> None:
-    async with bare_gateway(
-        EmulatedNode(slots=2, decode_tps=10, prefill_tps=100), serving=True
-    ) as gateway:
+    async with bare_gateway(EmulatedNode(slots=2, decode_tps=10, prefill_tps=100)) as gateway:
         asked = asyncio.create_task(ask(gateway, "it", "word " * 300, max_tokens=50))
         await gateway.until(lambda: bool(gateway.scheduler.records))
         (reads,) = spans(gateway)
@@ -252,7 +249,7 @@ async def test_callers_are_told_to_operators_alone() -> None:
         for after in ("yesterday", "-1", "nan"):
             wrong = await gateway.admin.get(f"/admin/timeline?after={after}", headers=viewer)
             assert (wrong.status_code, error_of(wrong)["param"]) == (400, "after"), after
-    async with bare_gateway(EmulatedNode(), serving=True) as gateway:
+    async with bare_gateway(EmulatedNode()) as gateway:
         await ask(gateway, "it", max_tokens=5)
         (shown,) = spans(gateway)
         (hidden,) = spans(gateway, shows_callers=False)
@@ -278,7 +275,6 @@ async def slow_gateway(**settings: Any) -> AsyncIterator[tuple[BareGateway, Emul
     async with bare_gateway(
         node := EmulatedNode(slots=1, decode_tps=10, answer_tokens=2000),
         settings=settings,
-        serving=True,
     ) as gateway:
         yield gateway, node
 

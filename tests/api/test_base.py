@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 from gateway import errors
 from gateway.api import sse
 from gateway.api.base import (
-    EMBEDDINGS_USAGE_WITHIN,
     RELAYED,
     Api,
     AssemblyError,
@@ -25,8 +23,6 @@ from gateway.api.completions import COMPLETIONS
 from gateway.api.messages import MESSAGES
 from gateway.api.native import NATIVE
 from gateway.api.responses import RESPONSES
-from gateway.lease import Usage
-from gateway.request.routes import ROUTES
 from gateway.transport.errors import InvalidResponse
 from tests.api.events import chat_choice, event
 from tests.each_case import each_case
@@ -82,23 +78,26 @@ CONTENTS: list[tuple[Api, bytes]] = [
 NODE_ERROR = {"code": 500, "message": "Compute error.", "type": "server_error"}
 
 
-@each_case(("api", "data"), OPENINGS)
-def test_an_opening_event_is_no_content(api: Api, data: bytes) -> None:
-    assert api.classify_event(data) is StreamEventKind.NO_CONTENT
-    assert api.classify_event(b":\n" + data) is StreamEventKind.NO_CONTENT
+NO_DATA = (b":\n", b"event: nothing\n\n", b"id: 7\n\n", b"data: null\n\n")
+NODE_ERRORS = (
+    event({"error": NODE_ERROR}), event(NODE_ERROR, "error"), event({"x": 1}, "error")
+)  # fmt: skip
 
 
-@each_case(("api", "data"), CONTENTS)
-def test_an_event_that_a_reader_would_miss_is_content(api: Api, data: bytes) -> None:
-    assert api.classify_event(data) is StreamEventKind.CONTENT
-    assert api.classify_event(b":\n" + data) is StreamEventKind.CONTENT
-    assert api.classify_event(data.replace(b"\n", b"\r\n")) is StreamEventKind.CONTENT
-
-
-@each_case("data", [b":\n", b"event: nothing\n\n", b"id: 7\n\n", b"data: null\n\n"])
-def test_an_event_without_data_is_no_content(data: bytes) -> None:
-    for api in ALL:
-        assert api.classify_event(data) is StreamEventKind.NO_CONTENT
+@each_case(
+    ("kind", "api", "data"),
+    [
+        *((StreamEventKind.NO_CONTENT, api, data) for api, data in OPENINGS),
+        *((StreamEventKind.CONTENT, api, data) for api, data in CONTENTS),
+        *((StreamEventKind.NO_CONTENT, api, data) for api in ALL for data in NO_DATA),
+        *((StreamEventKind.ERROR, api, data) for api in ALL for data in NODE_ERRORS),
+    ],
+)
+def test_an_event_has_content_if_a_reader_would_miss_it(
+    kind: StreamEventKind, api: Api, data: bytes
+) -> None:
+    for written in (data, b":\n" + data, data.replace(b"\n", b"\r\n")):
+        assert api.classify_event(written) is kind
 
 
 @each_case("api", ALL)
@@ -106,17 +105,6 @@ def test_data_that_is_no_object_is_invalid(api: Api) -> None:
     for data in (b"data: {oops\n\n", b"data: [1]\n\n", b"data: 7\n\n"):
         with pytest.raises(InvalidResponse):
             api.classify_event(data)
-
-
-@each_case("api", ALL)
-def test_a_nodes_error_event_is_known_in_every_form(api: Api) -> None:
-    for data in (
-        event({"error": NODE_ERROR}),
-        event(NODE_ERROR, "error"),
-        event({"x": 1}, "error"),
-    ):
-        assert api.classify_event(data) is StreamEventKind.ERROR
-        assert api.classify_event(b":\n" + data) is StreamEventKind.ERROR
 
 
 ENDS: list[tuple[Api, bytes]] = [
@@ -167,22 +155,6 @@ def test_an_error_body_is_openais_with_its_details(api: Api) -> None:
     assert (fields["n_ctx"], fields["n_prompt_tokens"]) == (4096, 5000)
 
 
-def test_numbered_heartbeats_move_up_the_numbers_that_a_node_gave_itself() -> None:
-    beats = RESPONSES.numbered_heartbeats()
-    begun = named("response.created", sequence_number=0) + named("response.queued")
-    assert beats.rewrite_events(begun) == begun
-    assert b'"sequence_number":1}' in beats.heartbeat()
-    delta = b'data: {"delta": "\\"sequence_number\\": 9", "sequence_number": 1}\n\n'
-    moved = beats.rewrite_events(delta + b":\n" + named("x", sequence_number=2))
-    assert moved == delta.replace(b": 1}", b": 2}") + b":\n" + named("x", sequence_number=3)
-    assert b'"sequence_number":4}' in beats.heartbeat()
-    assert beats.rewrite_events(begun[-10:]) == begun[-10:]
-    stored = RESPONSES.numbered_heartbeats()
-    kept = begun + named("response.in_progress", sequence_number=1)
-    assert stored.of_log(kept) == kept
-    assert b'"sequence_number":1}' in stored.of_log(b":\n"), "a stored stream's repeats the last"
-
-
 @each_case(
     "data", [b"nonsense", b"[1]", b'{"a":', b'"text"', b'{"error":{"message":"about secrets"}}']
 )
@@ -203,15 +175,6 @@ def test_a_response_is_assembled_from_chunks_up_to_its_limit() -> None:
     assert assembler.too_large
 
 
-@each_case(
-    "data", [b'{"text":{"a":1}}', b'{"text":[7]}', b'{"text":"\\ud800"}', b'{"text":"\xff"}']
-)
-def test_a_text_of_another_type_can_not_be_assembled(data: bytes) -> None:
-    stream = b'data: {"choices":[%b]}\n\n' % data + text("", "stop")
-    with pytest.raises(AssemblyError):
-        ResponseAssembler(COMPLETIONS, {}, stream, 1000).response()
-
-
 @in_virtual_time
 async def test_a_stream_that_can_not_be_assembled_is_asked_for_plain(tmp_path: Path) -> None:
     async with proxy_over(tmp_path, one := EmulatedNode(answer_tokens=20)) as proxy:
@@ -222,32 +185,3 @@ async def test_a_stream_that_can_not_be_assembled_is_asked_for_plain(tmp_path: P
         assert content == expected_chat_text(CHAT_MESSAGES, 20)
         assert [b'"stream":true' in seen.body for seen in one.seen] == [True, False]
         assert reply.headers["x-gateway-attempts"] == "2"
-
-
-@each_case("vectors", [1, 10 * EMBEDDINGS_USAGE_WITHIN])
-@each_case("spaces", [None, (",", ":")])
-def test_embeddings_use_a_prompt_alone(vectors: int, spaces: tuple[str, str] | None) -> None:
-    usage = {"prompt_tokens": 7, "total_tokens": 7}
-    early = json.dumps({"usage": usage, "data": [0.5] * vectors}, separators=spaces)
-    late = json.dumps({"data": [0.5] * vectors, "usage": usage}, separators=spaces)
-    assert RELAYED.read_usage(early.encode()) == Usage(7)
-    assert RELAYED.read_usage(late.encode()) == Usage(7)
-
-
-@each_case(
-    ("path", "field"),
-    [
-        ("/v1/embeddings", "input"),
-        ("/v1/rerank", "documents"),
-        ("/tokenize", "content"),
-        ("/apply-template", "messages"),
-        ("/v1/audio/transcriptions", None),
-    ],
-)
-def test_each_path_says_where_its_prompt_is(path: str, field: str | None) -> None:
-    route = ROUTES[path]
-    assert (route.prompt_field, route.generates) == (field, False)
-    assert not route.api.refusal_is_general
-    assert route.api.streaming_fields is None
-    assert route.api.merger is None
-    assert route.api.progress_fields is None

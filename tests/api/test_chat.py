@@ -15,14 +15,10 @@ from gateway.api.chat import (
     ChatRewriter,
     ChoicesApi,
     NativeToChatRewriter,
-    read_chat,
-    read_chunk,
 )
 from gateway.api.completions import COMPLETIONS
 from gateway.api.resuming import ReasoningEndMark, wants_usage
-from gateway.api.transcript import OverlapMismatch, Transcript, TranscriptRecorder
-from gateway.forward.event_pipeline import TokenIdExtractor
-from gateway.transport.errors import InvalidResponse
+from gateway.api.transcript import OverlapMismatch, Transcript
 from tests.api.events import (
     IDENTITY,
     OVERLAPPING,
@@ -65,20 +61,6 @@ def test_usage_is_wanted_only_if_it_is_asked_for() -> None:
     others: tuple[Any, ...] = ({"include_usage": False}, {"include_usage": "true"}, [True], None)
     assert not any(wants_usage({"stream_options": other}) for other in others)
     assert not wants_usage({})
-
-
-@pytest.mark.parametrize(
-    ("choice", "reason"),
-    [
-        ({"index": 1}, "several answers"),
-        ({"index": 0, "logprobs": {"content": []}}, "probabilities"),
-    ],
-)
-def test_what_cannot_be_repeated_is_not_resumed(choice: dict[str, Any], reason: str) -> None:
-    transcript = Transcript()
-    assert read_chunk(transcript, {"id": "x", "choices": [choice]}) == [choice]
-    assert transcript.unresumable is not None
-    assert reason in transcript.unresumable
 
 
 HEAD = {"created": 7, "id": "chatcmpl-1", "model": "demo", "system_fingerprint": "b0-unknown"}
@@ -162,16 +144,6 @@ def test_no_run_takes_another_fields_text_for_the_answers() -> None:
     assert assembled(CHAT, [*chunks, end])["choices"][0]["message"]["content"] == ""
 
 
-def test_several_answers_keep_their_index() -> None:
-    texts = (chunk({"content": "b"}, index=1), chunk({"content": "a"}, index=0))
-    ends = (chunk({}, "stop", index=0), chunk({}, "length", index=1))
-    choices = assemble(*texts, *ends, COUNTS)["choices"]
-    assert [(c["index"], c["message"]["content"], c["finish_reason"]) for c in choices] == [
-        (0, "a", "stop"),
-        (1, "b", "length"),
-    ]
-
-
 @pytest.mark.parametrize(
     "events",
     [(), (OPENING, COUNTS), (OPENING, chunk({"content": "a"}))],
@@ -201,19 +173,6 @@ def resumed_in_reasoning(mark: ReasoningEndMark) -> NativeToChatRewriter:
     return NativeToChatRewriter(Transcript(first_event=IDENTITY), SPLICE_POINT, mark)
 
 
-def test_reasoning_continues_up_to_its_end_mark() -> None:
-    rewriter = resumed_in_reasoning(ReasoningEndMark("</think>"))
-    texts = ["so", " it", " is", "\n</", "thi", "nk>", "\n\n", "Yes", " it <", "is"]
-    deltas: list[Any] = []
-    for text in texts:
-        deltas += [v["choices"][0]["delta"] for v in values(rewriter.rewrite({"content": text}))]
-    reasoning = "".join(delta.get("reasoning_content", "") for delta in deltas)
-    content = "".join(delta.get("content", "") for delta in deltas)
-    assert (reasoning, content) == ("so it is\n", "Yes it <is")
-    last = values(rewriter.rewrite({"content": "", "stop": True, "stop_type": "eos"}))
-    assert last[-1]["choices"][0]["finish_reason"] == "stop"
-
-
 @each_case("behind", ["\n", "\n\n", "\n\n\n", " ", " \n", ""])
 def test_only_the_templates_own_white_space_is_stripped_from_content(behind: str) -> None:
     rewriter = resumed_in_reasoning(ReasoningEndMark("</think>", "\n\n"))
@@ -221,17 +180,3 @@ def test_only_the_templates_own_white_space_is_stripped_from_content(behind: str
     out = b"".join(rewriter.rewrite({"content": text}) for text in texts)
     content = "".join(v["choices"][0]["delta"].get("content", "") for v in values(out))
     assert content == (behind.removeprefix("\n\n") if behind != "\n" else "") + "Yes"
-
-
-def test_logprobs_that_only_the_gateway_asked_for_are_removed() -> None:
-    recorder = TranscriptRecorder(read_chat, 1000)
-    extract = TokenIdExtractor(CHAT.take_token_ids, recorder.add_token_ids)
-    bare = IDENTITY | {"choices": [chat_choice({"content": " a"})]}
-    unlikely = IDENTITY | {"choices": [chat_choice({"content": " a"}) | {"logprobs": None}]}
-    token = {"id": 7, "token": " a", "bytes": [32, 97], "top_logprobs": [{"id": 7}]}
-    choice = chat_choice({"content": " a"}) | {"logprobs": {"content": [token]}}
-    out = extract(event(unlikely) + event(IDENTITY | {"choices": [choice]}) + b"data: [DONE]\n\n")
-    assert values(out.removesuffix(b"data: [DONE]\n\n")) == [bare, bare]
-    assert recorder.transcript().token_ids == [7]
-    with pytest.raises(InvalidResponse):
-        extract(b'data: {"choices":[{"logprobs":{"content":[{"token":"a"}]}}]}\n\n')

@@ -9,36 +9,11 @@ import msgspec
 import pytest
 
 from gateway.api.base import Api, AssemblyError, ResponseMerger
-from gateway.api.completions import COMPLETIONS, NativeToCompletionsRewriter, read_completion
-from gateway.api.native import INFILL, NATIVE, NativeEventsApi, NativeRewriter
-from gateway.api.transcript import Transcript, TranscriptRecorder
-from gateway.forward.event_pipeline import TokenIdExtractor
+from gateway.api.completions import COMPLETIONS
+from gateway.api.native import INFILL, NATIVE, NativeEventsApi
 from gateway.transport.errors import InvalidResponse
-from tests.api.events import IDENTITY, SPLICE_POINT, assembled, event, values
+from tests.api.events import assembled, event, values
 from tests.each_case import each_case
-
-
-def test_chunks_made_of_native_events_report_usage_where_the_client_asks_for_it() -> None:
-    transcript = Transcript(first_event=IDENTITY | {"object": "text_completion"})
-    rewriter = NativeToCompletionsRewriter(transcript, SPLICE_POINT, usage=True)
-    last = {"content": "", "stop": True, "stop_type": "limit", "tokens_predicted": 3}
-    out = rewriter.rewrite({"content": " x"}) + rewriter.rewrite(last)
-    first, end, usage = values(out)
-    assert first["choices"][0]["text"] == " x"
-    assert (end["choices"][0]["finish_reason"], end["object"]) == ("length", "text_completion")
-    assert usage["usage"]["completion_tokens"] == 5
-    assert {value["id"] for value in (first, end, usage)} == {"first"}
-
-
-def test_a_chunk_without_the_logprobs_that_were_asked_for_keeps_an_empty_field() -> None:
-    recorder = TranscriptRecorder(read_completion, 1000)
-    extract = TokenIdExtractor(COMPLETIONS.take_token_ids, recorder.add_token_ids)
-    value = {"choices": [{"text": "a", "logprobs": {"content": [{"id": 7}]}}]}
-    assert values(extract(event(value))) == [{"choices": [{"text": "a", "logprobs": None}]}]
-    assert recorder.transcript().token_ids == [7]
-
-
-END = b"data: [DONE]\n\n"
 
 
 def merger(api: Api, answers_per_prompt: int = 1, **fields: Any) -> ResponseMerger:
@@ -67,22 +42,6 @@ def test_plain_completions_are_merged_in_the_prompts_order() -> None:
     merging.add(1, b'{"choices": [{"index": 1}, {"index": 0}]}')
     merged = json.loads(merging.merged_response())
     assert [choice["index"] for choice in merged["choices"]] == [3, 2], "numbered through"
-
-
-@pytest.mark.parametrize("asked", [True, False])
-def test_the_chunks_of_completions_share_an_id_and_their_usage_comes_once(*, asked: bool) -> None:
-    merging = merger(COMPLETIONS, stream_options={"include_usage": asked})
-    first = merging.merge_events(1, event(completion("b", "y")) + END)
-    second = merging.merge_events(0, b"data: null\n\n" + event(completion("a", "x", usage=None)))
-    counts = merging.merge_events(0, event({"choices": [], **usage(3, 2)}) + END)
-    assert counts == b""
-    chunks = values(first + second)
-    assert [(v["id"], v["choices"][0]["index"]) for v in chunks] == [("y", 1), ("y", 0)]
-    end = merging.stream_end()
-    assert end.endswith(END)
-    assert [v["usage"] for v in values(end.removesuffix(END))] == (
-        [usage(3, 2)["usage"]] if asked else []
-    )
 
 
 def test_native_responses_become_a_list() -> None:
@@ -126,11 +85,3 @@ def test_a_plain_response_has_token_ids_only_if_asked(api: NativeEventsApi) -> N
     assert assembled(api, [*events, end], {"return_tokens": True})["tokens"] == [1, 2]
     with pytest.raises(AssemblyError):
         assembled(api, events)
-
-
-def test_a_resumed_stream_counts_on() -> None:
-    rewriter = NativeRewriter(Transcript(), SPLICE_POINT)
-    last = {"content": "", "stop": True, "tokens_predicted": 4, "tokens_evaluated": 9}
-    (value,) = values(rewriter.rewrite(last | {"prompt": "tell me one two"}))
-    assert (value["tokens_predicted"], value["tokens_evaluated"]) == (6, 5)
-    assert value["prompt"] == "tell me"

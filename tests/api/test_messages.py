@@ -25,16 +25,13 @@ from gateway.api.json_values import (
 from gateway.api.messages import (
     MESSAGES,
     ChatToMessage,
-    MessagesRewriter,
-    NativeToMessagesRewriter,
     chat_request,
 )
 from gateway.api.resuming import data_event
-from gateway.api.transcript import Transcript
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.transport.errors import InvalidResponse
-from tests.api.events import SPLICE_POINT, answering, assembled, event, values
+from tests.api.events import answering, assembled, event, values
 from tests.each_case import each_case
 from tests.gateways import NO_TLS
 from tests.servers import demo_servers
@@ -59,36 +56,6 @@ def test_an_error_has_anthropics_type(status: int, kind: str) -> None:
     assert MESSAGES.is_own_error(data)
     for other in (b'{"error":{"message":"m"}}', b"oops", b"[1]"):
         assert not MESSAGES.is_own_error(other)
-
-
-def delta(index: int, **fields: Any) -> dict[str, Any]:
-    return {"type": "content_block_delta", "index": index, "delta": fields}
-
-
-@each_case(
-    ("blocks", "tokens", "started", "stopped"),
-    [
-        ({}, 0, [0], [0]), ({0: "text"}, 1, [], [0]), ({1: "text"}, 2, [], [1]),
-        ({0: "signed", 1: "text"}, 2, [], [0, 1]), ({0: "thinking"}, 1, [1], [0, 1]),
-    ],
-)  # fmt: skip
-def test_every_block_is_stopped_once(
-    blocks: dict[int, str], tokens: int, started: list[int], stopped: list[int]
-) -> None:
-    sent = Transcript(
-        token_count=tokens, block_index=max(blocks, default=0), open_blocks=dict(blocks)
-    )
-    native = NativeToMessagesRewriter(sent, SPLICE_POINT)
-    found = values(native.rewrite({"content": "a", "stop": True, "stop_type": "limit"}))
-    for kind, indexes in (("start", started), ("stop", stopped)):
-        of_kind = [one["index"] for one in found if one["type"] == f"content_block_{kind}"]
-        assert of_kind == indexes
-    assert found[-2]["delta"]["stop_reason"] == "max_tokens"
-    same_api = MessagesRewriter(sent, SPLICE_POINT)
-    assert same_api.rewrite({"type": "message_start", "message": {}}) == b""
-    if started != [1]:
-        (told,) = values(same_api.rewrite(delta(0, type="text_delta", text="b")))
-        assert told["index"] == max(stopped)
 
 
 TEXT = {"type": "text", "text": "no"}
@@ -141,18 +108,6 @@ def test_a_clients_stop_sequence_is_told(before: JsonObject, after: JsonObject) 
     message = {"type": "message", "content": [], **before}
     repaired = run_at_once(repair.rewrite_body(msgspec.json.encode(message)))
     assert msgspec.json.decode(repaired) == message | after
-
-
-def test_only_a_request_with_stop_sequences_is_repaired() -> None:
-    assert stop_repair({}) is None
-    assert stop_repair({"stop_sequences": ["a"]}, stop_reason=False) is None
-    repair = stop_repair({"stop_sequences": "a"})
-    assert repair is not None
-    odd = event({"type": "other", "stop_sequence": "a"})
-    assert repair.rewrite_events(odd) == odd
-    assert run_at_once(repair.rewrite_body(b"no JSON")) == b"no JSON"
-    untouched = b'{ "stop_reason": "end_turn", "stop_sequence": null }'
-    assert run_at_once(repair.rewrite_body(untouched)) == untouched
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

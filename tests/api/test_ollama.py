@@ -109,28 +109,6 @@ def test_a_chats_plain_response() -> None:
     assert plain(chatting(), json.dumps(content).encode())["message"]["content"] == ""
 
 
-def test_a_prompts_stream_by_each_of_the_apis_that_serve_it() -> None:
-    completion = event({"choices": [{"text": "a", "finish_reason": None}]})
-    completion += event({"choices": [{"text": "", "finish_reason": "length"}]}) + end()
-    stop = {"content": "", "stop": True, "stop_type": "limit", "timings": TIMINGS}
-    stop |= {"tokens_evaluated": 5, "tokens_predicted": 2}
-    native = event({"content": "a", "stop": False}) + event(stop)
-    chat = chunk(content="a") + chunk("length") + end()
-    asked: list[tuple[dict[str, Any], str, bytes]] = [
-        ({"raw": True}, "/v1/completions", completion),
-        ({"suffix": "x"}, "/infill", native),
-        ({}, "/v1/chat/completions", chat),
-    ]
-    for body, path, events in asked:
-        found = translation(OLLAMA_GENERATE, **body)
-        assert found.path == path
-        first, final = lines(found.rewriter.rewrite_events(events))
-        assert (first["response"], first["done"]) == ("a", False)
-        assert (final["response"], final["done"], final["done_reason"]) == ("", True, "length")
-        assert (final["eval_count"], final["prompt_eval_count"]) == (2, 5)
-        assert final["eval_duration"] == 500_500_000
-
-
 def call(
     index: int, name: str | None = None, arguments: str = "", call_id: str | None = None
 ) -> Any:
@@ -193,16 +171,6 @@ def test_comments_and_heartbeats_are_no_lines_and_errors_are() -> None:
     assert b"\n" not in OLLAMA_CHAT.heartbeat
     error = event({"error": {"code": 500, "message": "It broke."}})
     assert lines(rewriter.rewrite_events(error)) == [{"error": "It broke."}]
-
-
-@pytest.mark.parametrize("data", [b"data: {oops\n\n", b'data: {"choices": 5}\n\n', b"data: 7\n\n"])
-def test_an_event_that_is_none_is_refused(data: bytes) -> None:
-    with pytest.raises(InvalidResponse):
-        chatting().rewrite_events(data)
-    with pytest.raises(InvalidResponse):
-        plain(chatting(), data[6:])
-    with pytest.raises(InvalidResponse):
-        plain(translation(OLLAMA_EMBED, input="a").rewriter, data[6:])
 
 
 def test_embeddings_come_in_the_order_of_their_texts() -> None:
@@ -307,19 +275,14 @@ def test_a_chat_streams_unless_it_says_otherwise() -> None:
 
 
 def test_options_become_sampling_parameters() -> None:
-    options = {
-        "num_predict": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 20.0, "min_p": 0.1, "seed": 3,
-        "stop": ["a", "b"], "repeat_penalty": 1.1, "repeat_last_n": 8, "presence_penalty": 1,
-        "frequency_penalty": 2, "typical_p": 0.7, "mirostat": 1, "mirostat_tau": 5.0,
-        "mirostat_eta": 0.1, "num_keep": 4, "num_ctx": 8192, "num_gpu": 1, "use_mmap": True,
-        "nobody_knows": "this", "tfs_z": None,
+    same = {
+        "temperature": 0.5, "top_p": 0.9, "min_p": 0.1, "seed": 3, "stop": ["a", "b"],
+        "repeat_penalty": 1.1, "repeat_last_n": 8, "presence_penalty": 1, "frequency_penalty": 2,
+        "typical_p": 0.7, "mirostat": 1, "mirostat_tau": 5.0, "mirostat_eta": 0.1,
     }  # fmt: skip
-    expected = {
-        "max_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "seed": 3,
-        "stop": ["a", "b"], "repeat_penalty": 1.1, "repeat_last_n": 8, "presence_penalty": 1,
-        "frequency_penalty": 2, "typical_p": 0.7, "mirostat": 1, "mirostat_tau": 5.0,
-        "mirostat_eta": 0.1, "n_keep": 4,
-    }  # fmt: skip
+    options = same | {"num_predict": 7, "top_k": 20.0, "num_keep": 4, "tfs_z": None}
+    options |= {"num_ctx": 8192, "num_gpu": 1, "use_mmap": True, "nobody_knows": "this"}
+    expected = same | {"max_tokens": 7, "top_k": 20, "n_keep": 4}
     for body in (chat(options=options)[0], generate(options=options)[0]):
         assert {name: body[name] for name in expected} == expected
         assert not {"num_ctx", "num_gpu", "use_mmap", "nobody_knows", "options"} & set(body)
@@ -393,23 +356,6 @@ def test_a_prompt_becomes_a_chat_a_completion_or_an_infill() -> None:
     body, found = generate(suffix="end")
     assert body == {"model": "m", "input_prefix": "hello", "input_suffix": "end", "stream": True}
     assert found.path == "/infill"
-
-
-def test_embeddings_of_one_or_more_texts() -> None:
-    body, found = embed(input=["a", "b"], dimensions=2, truncate=True, keep_alive="5m")
-    assert body == {"model": "m", "input": ["a", "b"]}
-    assert (found.path, found.dimensions, found.load) == ("/v1/embeddings", 2, None)
-    assert embed("prompt", prompt="a")[0] == {"model": "m", "input": "a"}
-
-
-@each_case(("keep_alive", "load"), [(None, "load"), (-1, "load"), (0, "unload"), ("0s", "unload")])
-def test_an_empty_request_loads_or_unloads(keep_alive: Any, load: str) -> None:
-    assert chat(messages=[], keep_alive=keep_alive)[1].load == load
-    assert chat(messages=None, keep_alive=keep_alive)[1].load == load
-    assert generate(prompt="", keep_alive=keep_alive)[1].load == load
-    assert generate(prompt=None, keep_alive=keep_alive)[1].load == load
-    assert chat(keep_alive=keep_alive)[1].load is None
-    assert embed(input=[])[1].load == embed("prompt")[1].load == "load"
 
 
 def test_probabilities_are_asked_for_in_the_nodes_words() -> None:

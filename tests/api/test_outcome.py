@@ -14,9 +14,6 @@ from gateway.api.outcome import (
     ResponseOutcome,
     classify,
     context_overflow_sizes,
-    error_event_to_body,
-    error_message,
-    error_status,
     is_cut_by_router,
     retry_after,
     router_failure,
@@ -337,21 +334,6 @@ def test_a_stream_that_a_router_ended_is_known_by_what_stands_behind_its_events(
     assert is_cut_by_router(b'data: {"choices"' + lost)
     assert not is_cut_by_router(b"")
     assert not is_cut_by_router(b'data: {"content":"%b"}' % lost)
-
-
-def test_errors_are_read_in_both_forms() -> None:
-    assert context_overflow_sizes(OVERFLOW) == (9, 8, None)
-    assert context_overflow_sizes(b"[]") == (None, None, None)
-    assert error_message(b'{"error":{"message":"a"}}') == "a"
-    assert error_message(b'{"message":"a"}') == "a"
-    assert error_message(b"{") is None
-    assert error_status(b'{"error":{"code":503}}') == 503
-    assert error_status(b'{"code":400}') == 400
-    assert error_status(b'{"error":{"code":"server_error"}}') == 500
-    assert error_status(b'{"error":{"code":200}}') == 500
-    assert error_event_to_body(OVERFLOW) is OVERFLOW
-    assert error_event_to_body(b'{"message":"a"}') == b'{"error":{"message":"a"}}'
-    assert error_message(error_event_to_body(b"{oops"))
 
 
 @each_case(

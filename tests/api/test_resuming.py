@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from gateway.api.base import Api
-from gateway.api.chat import CHAT, ChatRewriter
+from gateway.api.chat import CHAT
 from gateway.api.completions import COMPLETIONS
 from gateway.api.messages import MESSAGES
 from gateway.api.native import NATIVE, native_body
-from gateway.api.resuming import EventRewriter, remaining_tokens
+from gateway.api.resuming import remaining_tokens
 from gateway.api.transcript import Transcript
 from gateway.forward.resume import is_greedy
-from gateway.transport.errors import InvalidResponse, NodeReportedError
-from tests.api.events import IDENTITY, SPLICE_POINT, values
 from tests.each_case import each_case
 
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
@@ -144,46 +140,3 @@ def test_a_chat_becomes_a_completion_of_its_rendered_prompt() -> None:
     assert asked == {
         "prompt": [1, 2], "n_predict": 4, "stop": ["end"], "temperature": 0, "stream": True
     }  # fmt: skip
-
-
-def final_events(api: Api, transcript: Transcript, reason: str) -> bytes:
-    assert api.event_rewriter is not None
-    rewriter: EventRewriter = api.event_rewriter(transcript, SPLICE_POINT, usage=True)
-    return rewriter.final_events(reason)
-
-
-@each_case(
-    ("api", "transcript", "reason"),
-    [
-        (CHAT, Transcript(first_event=IDENTITY), '"length"'),
-        (COMPLETIONS, Transcript(first_event=IDENTITY), '"length"'),
-        (NATIVE, Transcript(), '"limit"'),
-        (MESSAGES, Transcript(open_blocks={0: "text"}, token_count=2), '"max_tokens"'),
-    ],
-)
-def test_complete_text_is_ended(api: Api, transcript: Transcript, reason: str) -> None:
-    out = final_events(api, transcript, "length")
-    assert reason in out.decode()
-    last: dict[str, Any] = values(out)[-1]
-    if api is MESSAGES:
-        assert last == {"type": "message_stop"}
-    elif api is not NATIVE:
-        assert last["usage"]["completion_tokens"] == 2
-    transcript.finish_reason, transcript.usage_sent, transcript.open_blocks = "stop", True, {}
-    if api is not NATIVE:
-        assert b'"usage"' not in final_events(api, transcript, "stop")
-
-
-@each_case(
-    ("data", "error"),
-    [
-        (b"data: {oops\n\n", InvalidResponse),
-        (b'data: {"choices":[3]}\n\n', InvalidResponse),
-        (b'data: {"error":{"message":"no"}}\n\n', NodeReportedError),
-        (b'event: error\ndata: {"message":"no"}\n\n', NodeReportedError),
-    ],
-)
-def test_an_unreadable_continuation_is_sent_to_nobody(data: bytes, error: type[Exception]) -> None:
-    rewriter = ChatRewriter(Transcript(first_event=IDENTITY), SPLICE_POINT)
-    with pytest.raises(error):
-        rewriter.rewrite_events(data)

@@ -4,18 +4,14 @@ That the same events pass, and none in part, is `tests.fuzz.sse`'s."""
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.api.base import Api
-from gateway.api.chat import CHAT
 from gateway.api.messages import MESSAGES
 from gateway.api.responses import RESPONSES
 from gateway.api.sse import (
-    HEARTBEAT,
     MOST_STEP_LINES,
     EventFramer,
     check_utf8,
@@ -27,7 +23,6 @@ from gateway.api.sse import (
     validated,
 )
 from gateway.transport.errors import InvalidResponse
-from tests.bench import node_replies
 from tests.each_case import each_case
 
 LIMIT = 1 << 20
@@ -35,29 +30,6 @@ LIMIT = 1 << 20
 LINES = [b"event: delta", b"id: 7", b"data", b"data:", b"unknown: x"]
 PARTS = [b"data: a\n\n", b"data: {}\nevent: x\n\n", b"id: 7\n:\ndata: b\n\n", b":\n", b": x\n\n\n"]
 STREAMS = st.lists(st.sampled_from(PARTS), max_size=8)
-
-
-@st.composite
-def cut(draw: st.DrawFn, data: bytes) -> list[bytes]:
-    places = sorted(draw(st.sets(st.integers(0, len(data)), max_size=8)))
-    return [data[a:b] for a, b in pairwise([0, *places, len(data)])]
-
-
-@given(st.data(), STREAMS, st.booleans())
-def test_events_alone_are_counted(data: st.DataObject, parts: list[bytes], crlf: bool) -> None:
-    stream = b"".join(parts).replace(b"\n", b"\r\n" if crlf else b"\n")
-    framer = EventFramer(LIMIT)
-    for chunk in data.draw(cut(stream)):
-        framer.feed(chunk)
-    assert framer.event_count == sum(b"data" in part for part in parts)
-
-
-def test_only_the_end_of_a_stream_in_one_chunk_is_not_ordinary() -> None:
-    framer = EventFramer(LIMIT, CHAT.ordinary_events)
-    stream = node_replies.stream_body(200)
-    assert framer.feed(stream) == stream
-    assert framer.event_count == len(list(split(stream)))
-    assert framer.special_bytes == len(CHAT.stream_end)
 
 
 @pytest.mark.parametrize(
@@ -70,20 +42,6 @@ def test_spaces_around_its_name_make_no_event_ordinary(api: Api, name: bytes) ->
         event = line + b'\ndata: {"type":"x"}\n\n'
         assert framer.feed(event) == event
         assert framer.special_bytes == len(event)
-
-
-@given(st.data(), st.binary(max_size=400), st.integers(8, 64))
-def test_only_whole_events_of_any_bytes_pass_a_bounded_buffer(
-    data: st.DataObject, stream: bytes, limit: int
-) -> None:
-    framer = EventFramer(limit)
-    for chunk in data.draw(cut(stream)):
-        try:
-            piece = framer.feed(chunk)
-        except InvalidResponse:
-            return
-        assert piece.endswith((b"\n\n", b"\n\r\n", HEARTBEAT)) or not piece
-        assert len(framer._tail) <= limit
 
 
 @each_case(

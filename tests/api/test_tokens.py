@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.api.base import RELAYED, Api
+from gateway.api.base import EMBEDDINGS_USAGE_WITHIN, RELAYED, Api
 from gateway.api.chat import CHAT as CHAT_API
 from gateway.api.messages import MESSAGES
 from gateway.api.native import NATIVE
@@ -72,6 +71,7 @@ OF_A_PROMPT = {"prompt_tokens": 7, "total_tokens": 7}
         ({"response": {"usage": OF_RESPONSES}}, RESPONSES, (45, 40, 9)),
         ({"data": [], "usage": OF_A_PROMPT}, RELAYED, (7, 0, 0)),
         ({"data": [0.5] * 1000, "usage": OF_A_PROMPT}, RELAYED, (7, 0, 0)),
+        ({"usage": OF_A_PROMPT, "data": [0.5] * EMBEDDINGS_USAGE_WITHIN}, RELAYED, (7, 0, 0)),
         ({"content": "x", "stop": True, "timings": TIMINGS}, NATIVE, (237, 236, 35)),
         # No more is cached than the prompt has.
         (
@@ -252,27 +252,17 @@ def refused(status: int, body: bytes) -> bytes:
     return response(body).replace(b"200 OK", b"%d Whatever" % status, 1)
 
 
-@dataclass
-class Site:
-    running: Running
-    records: list[RequestRecord]
-
-    async def stream(self, path: str = CHAT, **more: Any) -> Any:
-        hello = {"prompt": "Hello", "messages": [{"role": "user", "content": "Hello"}]}
-        asked = {name: hello[name] for name in ["messages" if path == CHAT else "prompt"]}
-        return await self.running.client.post(path, json={**asked, "stream": True, **more})
-
-    async def tokens(self) -> tuple[int, int, int]:
-        """Tokens of the one request that is over: of the prompt, cached, written."""
-        await until(lambda: self.records)
-        record = self.records.pop()
-        return record.prompt_tokens, record.cached_tokens, record.completion_tokens
+async def streamed(running: Running, path: str = CHAT, **more: Any) -> Any:
+    hello = {"prompt": "Hello", "messages": [{"role": "user", "content": "Hello"}]}
+    asked = {name: hello[name] for name in ["messages" if path == CHAT else "prompt"]}
+    return await running.client.post(path, json={**asked, "stream": True, **more})
 
 
-@asynccontextmanager
-async def site_over(folder: Path, hosted: Hosted) -> AsyncIterator[Site]:
-    async with over_endpoint(folder, hosted) as (running, records):
-        yield Site(running, records)
+async def tokens(records: list[RequestRecord]) -> tuple[int, int, int]:
+    """Tokens of the one request that is over: of the prompt, cached, written."""
+    await until(lambda: records)
+    record = records.pop()
+    return record.prompt_tokens, record.cached_tokens, record.completion_tokens
 
 
 TRUE_TOKENS = (31, 7, 200)
@@ -283,7 +273,7 @@ ASKED = {"include_usage": True}
 
 async def test_who_does_not_ask_is_charged_the_true_tokens(tmp_path: Path) -> None:
     hosted = Hosted()
-    async with site_over(tmp_path, hosted) as site:
+    async with over_endpoint(tmp_path, hosted) as (running, records):
 
         @each_case(
             ("path", "more", "sent"),
@@ -300,35 +290,35 @@ async def test_who_does_not_ask_is_charged_the_true_tokens(tmp_path: Path) -> No
             ],
         )  # fmt: skip
         async def check(path: str, more: dict[str, Any], sent: dict[str, Any]) -> None:
-            reply = await site.stream(path, **more)
+            reply = await streamed(running, path, **more)
             assert reply.content == as_events(openai_form(path, asked=False))
             assert hosted.bodies[-1]["stream_options"] == sent
-            assert await site.tokens() == TRUE_TOKENS
+            assert await tokens(records) == TRUE_TOKENS
 
         await check()
 
 
 async def test_a_llama_cpp_server_is_asked_once(tmp_path: Path) -> None:
     hosted = Hosted(llama_cpp_form)
-    async with site_over(tmp_path, hosted) as site:
+    async with over_endpoint(tmp_path, hosted) as (running, records):
         for asked in (True, False, False):
-            reply = await site.stream()
+            reply = await streamed(running)
             assert ("stream_options" in hosted.bodies[-1]) is asked
-            assert await site.tokens() == TRUE_TOKENS
+            assert await tokens(records) == TRUE_TOKENS
             assert asked or reply.content == as_events(llama_cpp_form(CHAT, asked=False))
 
 
 async def test_what_a_client_asks_for_itself_passes_untouched(tmp_path: Path) -> None:
     hosted = Hosted()
-    async with site_over(tmp_path, hosted) as site:
+    async with over_endpoint(tmp_path, hosted) as (running, records):
         asked = {"include_usage": True, "continuous_usage_stats": True}
-        reply = await site.stream(stream_options=asked)
+        reply = await streamed(running, stream_options=asked)
         assert reply.content == as_events(openai_form(CHAT, asked=True))
         assert hosted.bodies[-1]["stream_options"] == asked
-        assert await site.tokens() == TRUE_TOKENS
+        assert await tokens(records) == TRUE_TOKENS
         odd: list[Any] = ["all", [], {"include_usage": "yes"}, {"include_usage": []}]
         for strange in [*odd, {"user": 2000 * "a"}]:
-            await site.stream(stream_options=strange)  # the endpoint's to refuse
+            await streamed(running, stream_options=strange)  # the endpoint's to refuse
             assert hosted.bodies[-1]["stream_options"] == strange
 
 
@@ -347,18 +337,18 @@ async def test_an_endpoint_that_refuses_the_option_is_asked_without_until_a_relo
     tmp_path: Path, refuse: Callable[[dict[str, Any]], bytes | None]
 ) -> None:
     hosted = Hosted(refuse=refuse)
-    async with site_over(tmp_path, hosted) as site:
+    async with over_endpoint(tmp_path, hosted) as (running, _):
         options: tuple[dict[str, Any], ...] = (LONG, LARGE, {})
         for more in options:
-            reply = await site.stream(**more)
+            reply = await streamed(running, **more)
             assert reply.content == as_events(openai_form(CHAT, asked=False))
             assert reply.headers["x-gateway-attempts"] == "1"
         assert ["stream_options" in body for body in hosted.bodies] == [True, False, False, False]
-        await site.stream(COMPLETIONS)  # of which nothing is known
+        await streamed(running, COMPLETIONS)  # of which nothing is known
         assert ["stream_options" in body for body in hosted.bodies[4:]] == [True, False]
-        url = f"{site.running.admin_url}/admin/reload"
-        assert (await site.running.client.post(url)).status_code == 200
-        await site.stream()
+        url = f"{running.admin_url}/admin/reload"
+        assert (await running.client.post(url)).status_code == 200
+        await streamed(running)
         assert ["stream_options" in body for body in hosted.bodies[6:]] == [True, False]
 
 
@@ -367,38 +357,38 @@ async def test_an_error_of_the_request_is_not_taken_for_one_of_the_option(tmp_pa
         return refused(400, b'{"error":{"message":"no tools"}}') if "tools" in body else None
 
     hosted = Hosted(refuse=refuse)
-    async with site_over(tmp_path, hosted) as site:
+    async with over_endpoint(tmp_path, hosted) as (running, records):
         for attempts in (2, 1):  # the second time the endpoint has taken the option before
             hosted.bodies.clear()
-            reply = await site.stream(tools=[])
+            reply = await streamed(running, tools=[])
             assert (reply.status_code, reply.json()["error"]["message"]) == (400, "no tools")
             assert len(hosted.bodies) == attempts
-            await until(lambda: site.records)
-            site.records.clear()
-            await site.stream()
-            assert await site.tokens() == TRUE_TOKENS
+            await until(lambda: records)
+            records.clear()
+            await streamed(running)
+            assert await tokens(records) == TRUE_TOKENS
 
 
 async def test_who_leaves_after_the_usage_is_charged_the_true_tokens(tmp_path: Path) -> None:
-    async with site_over(tmp_path, Hosted(ends=False)) as site:
+    async with over_endpoint(tmp_path, Hosted(ends=False)) as (running, records):
         body = {"messages": [{"role": "user", "content": "Hello"}], "stream": True}
-        async with site.running.client.stream("POST", CHAT, json=body) as reply:
+        async with running.client.stream("POST", CHAT, json=body) as reply:
             async for chunk in reply.aiter_raw():
                 if b'"stop"' in chunk:
                     break
-        assert await site.tokens() == TRUE_TOKENS
+        assert await tokens(records) == TRUE_TOKENS
 
 
 async def test_who_leaves_while_the_node_is_asked_again_pays_for_that(tmp_path: Path) -> None:
     hosted = Hosted(refuse=_forbidden, answers=False)
-    async with site_over(tmp_path, hosted) as site:
+    async with over_endpoint(tmp_path, hosted) as (running, records):
         attempts: list[AttemptEnded] = []
-        site.running.gateway.bus.subscribe(AttemptEnded, attempts.append)
+        running.gateway.bus.subscribe(AttemptEnded, attempts.append)
         body = LONG | {"stream": True}
-        asking = asyncio.create_task(site.running.client.post(CHAT, json=body))
+        asking = asyncio.create_task(running.client.post(CHAT, json=body))
         await until(lambda: len(hosted.bodies) == 2)
         await asyncio.sleep(0.1)
         asking.cancel()
         await until(lambda: attempts)
         assert (attempts[0].outcome, attempts[0].status) == ("client_closed", None)
-        assert (await site.tokens())[0] > 0
+        assert (await tokens(records))[0] > 0

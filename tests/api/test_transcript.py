@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
-import tracemalloc
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,13 +15,13 @@ from gateway.api.completions import read_completion
 from gateway.api.messages import read_message
 from gateway.api.native import read_native
 from gateway.api.transcript import (
-    KEPT_RAW_BYTES,
     MOST_RAW_BYTES,
     OverlapFilter,
     Transcript,
     TranscriptRecorder,
     find_splice_point,
 )
+from tests.api.events import chat_choice, event
 from tests.each_case import each_case
 
 MIB = 1 << 20
@@ -40,15 +37,17 @@ def chunk(path: str, text: str) -> bytes:
     """One event with a token's text, as llama.cpp writes it on this path."""
     if path == "/v1/messages":
         delta = {"type": "text_delta", "text": text}
-        value: Any = {"type": "content_block_delta", "index": 0, "delta": delta}
-        return b"event: content_block_delta\ndata: " + json.dumps(value).encode() + b"\n\n"
+        value = {"type": "content_block_delta", "index": 0, "delta": delta}
+        return event(value, "content_block_delta")
     if path == "/completion":
-        value = {"index": 0, "content": text, "tokens": [len(text)], "stop": False}
-    elif path == "/v1/completions":
-        value = {"choices": [{"text": text, "index": 0, "logprobs": None}], "id": "x"}
-    else:
-        value = {"choices": [{"index": 0, "delta": {"content": text}}], "id": "x"}
-    return b"data: " + json.dumps(value).encode() + b"\n\n"
+        return event({"index": 0, "content": text, "tokens": [len(text)], "stop": False})
+    if path == "/v1/completions":
+        return event({"choices": [{"text": text, "index": 0, "logprobs": None}], "id": "x"})
+    return chat_chunk({"content": text})
+
+
+def chat_chunk(delta: dict[str, Any], **more: Any) -> bytes:
+    return event({"choices": [chat_choice(delta)], "id": "x", **more})
 
 
 @pytest.mark.parametrize("path", READERS)
@@ -69,22 +68,6 @@ def test_the_transcript_holds_the_text_that_was_sent(path: str, tokens: int, tog
     # More may be sent afterwards.
     recorder.add(chunk(path, " more"))
     assert recorder.transcript().text == "".join(texts) + " more"
-
-
-def test_a_long_response_is_kept_in_little_more_than_half_its_bytes() -> None:
-    words = (Path(__file__).parents[2] / "docs/security.md").read_text().split(" ") * 3
-    texts = [f" {word}" for word in words]
-    text = "".join(texts)
-    recorder = TranscriptRecorder(read_chat, MIB)
-    tracemalloc.start()
-    for piece in texts:
-        recorder.add(chunk("/v1/chat/completions", piece))
-    kept, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert len(text) > 100_000
-    assert kept < 0.65 * len(text) + 2 * KEPT_RAW_BYTES + 20_000
-    assert recorder.transcript().text == text
-    assert recorder.transcript().text == text
 
 
 def test_a_response_longer_than_the_limit_can_not_be_resumed() -> None:
@@ -113,7 +96,7 @@ def test_open_content_blocks_are_known() -> None:
 
     def opened_after(kind: str, index: int, **more: Any) -> dict[int, str]:
         value = {"type": f"content_block_{kind}", "index": index, **more}
-        recorder.add(b"data: " + json.dumps(value).encode() + b"\n\n")
+        recorder.add(event(value))
         return recorder.transcript().open_blocks
 
     assert opened_after("start", 0, content_block={"type": "thinking"}) == {0: "thinking"}
@@ -125,11 +108,6 @@ def test_open_content_blocks_are_known() -> None:
     transcript = recorder.transcript()
     assert (transcript.block_index, transcript.block_is_open) == (1, True)
     assert transcript.unresumable is None
-
-
-def chat_chunk(delta: dict[str, Any], **more: Any) -> bytes:
-    value = {"choices": [{"finish_reason": None, "index": 0, "delta": delta}], "id": "x", **more}
-    return b"data: " + json.dumps(value).encode() + b"\n\n"
 
 
 @each_case(
@@ -149,8 +127,8 @@ def test_text_is_read_wherever_events_of_another_form_stand(between: bytes) -> N
     texts = [f" wörd\\{i}" for i in range(700)]
     events += [chat_chunk({"reasoning_content": thought}) for thought in thoughts]
     events += [chat_chunk({"content": text}) for text in texts]
-    for number, event in enumerate(events):
-        recorder.add(event + between if number % 251 == 250 else event)
+    for number, one in enumerate(events):
+        recorder.add(one + between if number % 251 == 250 else one)
     transcript = recorder.transcript()
     assert transcript.unresumable is None
     assert transcript.reasoning_text == "".join(thoughts)
@@ -170,34 +148,8 @@ def test_an_event_of_very_many_objects_is_not_read() -> None:
 # Splice points: where the text tokenizes as it was written.
 
 
-WORD = re.compile(r" ?[a-z]+|[^a-z]")
-
-
-async def words(path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """A tokenizer of whole words."""
-    assert path == "/tokenize"
-    pieces = WORD.findall(body["content"])
-    return {"tokens": [{"id": 1, "piece": piece} for piece in pieces]}
-
-
 def transcript_of(*texts: str) -> Transcript:
     return Transcript(content_pieces=list(texts), token_count=len(texts))
-
-
-@each_case(
-    ("sent", "greedy", "prefix", "overlap", "prefix_tokens"),
-    [
-        ((" of", " the", " sea"), True, " of the sea", "", 3),  # it tokenizes as it was written
-        ((" of", " the", " se", "a"), True, " of the", " sea", 2),  # a word in two tokens
-        ((" of", " the", " se", "a"), False, " of the sea", "", 4),  # sampled: exactly at the cut
-    ],
-)
-async def test_a_text_continues_at_its_end_or_is_stepped_back_over(
-    sent: tuple[str, ...], greedy: bool, prefix: str, overlap: str, prefix_tokens: int
-) -> None:
-    splice = await find_splice_point(words, "tell me", transcript_of(*sent), greedy=greedy)
-    assert (splice.prefix, splice.overlap, splice.prefix_tokens) == (prefix, overlap, prefix_tokens)
-    assert (splice.prompt_tokens, splice.sent_tokens) == (2, len(sent))
 
 
 async def test_a_token_that_was_sent_in_part_is_stepped_back_over() -> None:
@@ -216,11 +168,6 @@ async def test_a_token_that_was_sent_in_part_is_stepped_back_over() -> None:
     assert (
         await find_splice_point(letters, "", transcript, greedy=False, has_stop_words=True)
     ).overlap == ""
-
-
-async def test_without_an_agreeing_offset_the_splice_point_is_the_end() -> None:
-    splice = await find_splice_point(words, "", transcript_of(*"abcdefghijklm"), greedy=True)
-    assert (splice.prefix + splice.overlap) == "abcdefghijklm"
 
 
 @given(st.text(max_size=12), st.text(max_size=12), st.lists(st.integers(1, 5), max_size=20))

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,41 +17,32 @@ LoadSettings = Callable[..., Settings]
 Problems = Callable[..., list[Problem]]
 
 
+def load(read: Callable[..., Any], path: Path, text: str, **env: str) -> Any:
+    path.write_text(textwrap.dedent(text), encoding="utf-8")
+    return read(path, env)
+
+
+def problems(read: Callable[..., Any], path: Path, text: str, **env: str) -> list[Problem]:
+    with pytest.raises(ConfigError) as caught:
+        load(read, path, text, **env)
+    return list(caught.value.problems)
+
+
 @pytest.fixture
 def load_nodes(tmp_path: Path) -> LoadNodes:
-    def load(text: str, **env: str) -> Inventory:
-        path = tmp_path / "nodes.yaml"
-        path.write_text(textwrap.dedent(text), encoding="utf-8")
-        return load_inventory(path, env)
-
-    return load
+    return partial(load, load_inventory, tmp_path / "nodes.yaml")
 
 
 @pytest.fixture
 def load_gateway(tmp_path: Path) -> LoadSettings:
-    def load(text: str, **env: str) -> Settings:
-        path = tmp_path / "gateway.yaml"
-        path.write_text(textwrap.dedent(text), encoding="utf-8")
-        return load_settings(path, env)
-
-    return load
+    return partial(load, load_settings, tmp_path / "gateway.yaml")
 
 
 @pytest.fixture
-def nodes_problems(load_nodes: LoadNodes) -> Problems:
-    def problems(text: str, **env: str) -> list[Problem]:
-        with pytest.raises(ConfigError) as caught:
-            load_nodes(text, **env)
-        return list(caught.value.problems)
-
-    return problems
+def nodes_problems(tmp_path: Path) -> Problems:
+    return partial(problems, load_inventory, tmp_path / "nodes.yaml")
 
 
 @pytest.fixture
-def gateway_problems(load_gateway: LoadSettings) -> Problems:
-    def problems(text: str, **env: str) -> list[Problem]:
-        with pytest.raises(ConfigError) as caught:
-            load_gateway(text, **env)
-        return list(caught.value.problems)
-
-    return problems
+def gateway_problems(tmp_path: Path) -> Problems:
+    return partial(problems, load_settings, tmp_path / "gateway.yaml")

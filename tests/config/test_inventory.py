@@ -58,16 +58,6 @@ def test_every_key_of_the_contract_is_read(load_nodes: LoadNodes, tmp_path: Path
     assert (node.enabled, node.standby, node.labels) == (False, True, {"numa": "0"})
 
 
-@each_case(
-    ("written", "models"),
-    [("m", {"m": "m"}), ("[m, n]", {"m": "m", "n": "n"}), ("{public: inner}", {"public": "inner"})],
-)
-def test_models_are_a_name_a_list_or_a_mapping(
-    load_nodes: LoadNodes, written: str, models: dict[str, str]
-) -> None:
-    assert load_nodes(ONE.format(f"model: {written}")).nodes[0].models == models
-
-
 # Defaults.
 
 
@@ -206,8 +196,6 @@ def test_addresses_are_normalised(load_nodes: LoadNodes, written: str, url: str)
         ("http://", "http or https"),
         ("http://u:secret@h", "user or a password"),
         ("http://h?x=1", "query"),
-        ("http://h#x", "query or a fragment"),
-        ("http://h:99999", "has a wrong port 99999"),
         ("http://u:secret@h:8o80", "has a wrong port"),
         ("http://h:0", "valid host and port"),
         ("http://[::1", "no valid URL"),
@@ -217,7 +205,6 @@ def test_addresses_are_normalised(load_nodes: LoadNodes, written: str, url: str)
         ("http://h/\\x", "characters"),
         ("http://::1:8080", "needs brackets (write http://[::1]:8080)"),
         ("https://fd00::11:8443/llm", "(write https://[fd00::11]:8443/llm)"),
-        ("http://2001:db8::5", "(write http://[2001:db8::5])"),
         ("http://::ffff:10.0.0.1:8080", "(write http://[::ffff:10.0.0.1]:8080)"),
     ],
 )
@@ -237,12 +224,10 @@ def test_an_address_that_would_not_work_is_refused(
         ("http://localhost:8080", "http://[::1]:8080", False),
         ("http://127.0.0.1:8080", "http://[::ffff:127.0.0.1]:8080", True),
         ("http://[::1]:8080", "http://[0:0:0:0:0:0:0:1]:8080/", True),
-        ("http://127.0.0.1:8080", "http://LocalHost.:8080", True),
         ("http://0.0.0.0:8080", "http://127.0.0.1:8080", True),
         ("https://host:443/a", "https://host/a", True),
         ("http://127.0.0.1:8080", "http://127.0.0.1:8081", False),
         ("http://host/a", "http://host/b", False),
-        ("http://host", "https://host", False),
     ],
 )
 def test_one_server_under_two_spellings_is_warned_of(

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.config.settings import Settings, changed_restart_keys, masked_settings
-from gateway.config.stored import EVENTS, LONGEST_URL, StoreSettings, WebhookUrl, masked_store_url
+from gateway.config.stored import LONGEST_URL, StoreSettings, WebhookUrl, masked_store_url
 from tests.config.conftest import LoadSettings, Problems
 from tests.each_case import each_case
 
@@ -144,19 +144,6 @@ def test_secrets_come_from_a_file_or_a_variable(load_gateway: LoadSettings, tmp_
     assert first.url == "https://hooks.example.org/a"
     assert (second.keys, second.events) == (("ci",), ("batch.completed",))
     assert changed_restart_keys(load_gateway("{}"), settings) == ()
-
-
-def test_a_target_is_for_all_keys_or_for_those_that_it_names(load_gateway: LoadSettings) -> None:
-    everyone = "{url: 'https://a.example', secret_env: S}"
-    some = "{url: 'https://b.example', secret_env: S, keys: [ci], groups: [night]}"
-    settings = load_gateway(f"webhooks: {{targets: [{everyone}, {some}]}}", S=SECRET)
-    for_all, for_some = settings.webhooks.targets
-    assert for_all.is_for("anyone", None)
-    assert for_some.is_for("ci", None)
-    assert for_some.is_for("x", "night")
-    assert not for_some.is_for("x", None)
-    assert not for_some.is_for("x", "day")
-    assert all(for_all.wants(event) != event.startswith("quota.") for event in EVENTS)
 
 
 @each_case(

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gateway.config import fields
 from gateway.config.errors import ConfigError, Problem
@@ -192,16 +190,6 @@ def test_an_empty_file_is_null(file: Path) -> None:
     assert value(file, "\ufeffa: 1\n") == {"a": 1}  # A byte order mark is ignored.
 
 
-@given(st.text(max_size=200) | st.text(alphabet="ab:-[]{}&*!|>'\"%#?, \n\t$<", max_size=60))
-def test_any_text_is_a_tree_or_a_config_error(
-    tmp_path_factory: pytest.TempPathFactory, text: str
-) -> None:
-    file = tmp_path_factory.getbasetemp() / "any.yaml"
-    file.write_bytes(text.encode("utf-8", "surrogatepass"))
-    with contextlib.suppress(ConfigError):
-        to_plain(read_yaml(file, {}).root.tree)
-
-
 @each_case(
     ("text", "result"),
     [
@@ -268,14 +256,6 @@ def test_all_problems_come_at_once_in_the_order_of_the_file(nodes_problems: Prob
 
 
 FILE = Path("config/nodes.yaml")
-
-
-@given(st.text(max_size=1000))
-def test_nothing_in_a_file_can_break_the_line(text: str) -> None:
-    shown = str(Problem(FILE, 1, text, "m", text))
-    assert shown.isprintable()
-    assert len(shown.splitlines()) == 1
-    assert len(str(Problem(FILE, 1, "k" * 10_000, "m"))) < 500
 
 
 def test_an_error_lists_its_problems_and_counts_the_rest() -> None:

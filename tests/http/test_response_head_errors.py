@@ -76,7 +76,7 @@ BEARER = {"Authorization": f"Bearer {KEY.text}"}
 async def test_a_response_and_a_refusal_tell_what_is_left_of_limits() -> None:
     limits = {"rpm": 3, "tpm": 5000}
     settings = {"keys": [{"id": KEY.id, "sha256": KEY.sha256, "limits": limits}]}
-    async with bare_gateway(EmulatedNode(), settings=settings, serving=True) as gateway:
+    async with bare_gateway(EmulatedNode(), settings=settings) as gateway:
         first = await gateway.chat(headers=BEARER, max_tokens=100)
         assert first.headers["x-ratelimit-limit-requests"] == "3"
         assert first.headers["x-ratelimit-remaining-requests"] == "2"
@@ -85,6 +85,8 @@ async def test_a_response_and_a_refusal_tell_what_is_left_of_limits() -> None:
         # What it has reserved itself is not left.
         assert 4800 < int(first.headers["x-ratelimit-remaining-tokens"]) <= 4900
         used = first.json()["usage"]["total_tokens"]
+        await gateway.until(lambda: len(gateway.registry) == 0)
+        gateway.bus.flush()
         second = await gateway.chat(headers=BEARER, max_tokens=100)
         left = int(second.headers["x-ratelimit-remaining-tokens"])
         assert left == int(first.headers["x-ratelimit-remaining-tokens"]) - used

@@ -123,7 +123,6 @@ async def test_responses_are_as_the_document_says() -> None:
         EmulatedNode(slots=1, decode_tps=5),
         settings={"admin": {"keys": [{"id": "x", "sha256": "0" * 64, "role": "viewer"}]}},
         admin_key="key",
-        serving=True,
     ) as gateway:
         gateway.admin.headers["authorization"] = "Bearer key"
         check("Status", (await gateway.admin.get("/admin/status")).json())

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import httpx
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -29,16 +28,8 @@ from gateway.__main__ import PROGRAMS
 from gateway.cli import app
 from gateway.config.settings import Settings
 from gateway.openapi import openapi_json
-from gateway.store.database import (
-    FILE_NAME,
-    THIS_PROGRAM,
-    connect,
-    disconnect,
-    locate_store,
-    migrate,
-)
 from tests.emulator import EmulatedNode
-from tests.gateways import running_gateway, until
+from tests.gateways import new_store, running_gateway, until
 from tests.house.reference import nodes_schema, settings_schema
 from tests.openapi.test_reference import metrics_made
 
@@ -160,31 +151,28 @@ def _kept(settings: dict[str, Any]) -> str:
 
 
 async def _serve_once(folder: Path, settings: dict[str, Any]) -> None:
-    async with EmulatedNode() as node, running_gateway(folder, [node.url], settings) as running:
+    async with running_gateway(folder, [EmulatedNode()], settings) as running:
         body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
         answer = await running.client.post("/v1/chat/completions", json=body)
         assert answer.status_code == 200
-        async with httpx.AsyncClient(base_url=running.admin_url) as admin:
-            assert (await admin.post("/admin/models/demo/pause")).status_code < 500
+        assert (await running.admin.post("/admin/models/demo/pause")).status_code < 500
         await until(lambda: not running.gateway.registry)
 
 
 def store() -> str:
     """What a new SQLite store is made of."""
-    with tempfile.TemporaryDirectory() as folder:
-        connection = connect(locate_store(None, Path(folder)), lambda _: None)
-        migrate(connection, THIS_PROGRAM, 0.0)
-        disconnect(connection)
-        with contextlib.closing(sqlite3.connect(Path(folder) / FILE_NAME)) as opened:
-            rows = opened.execute("SELECT type, name, tbl_name, sql FROM sqlite_master").fetchall()
-            tables = [name for kind, name, _, _ in rows if kind == "table"]
-            columns = {
-                name: sorted(
-                    [*map(str, column[1:])]
-                    for column in opened.execute(f"PRAGMA table_info({name})")
-                )
-                for name in sorted(tables)
-            }
+    with tempfile.NamedTemporaryFile() as file:
+        Path(file.name).write_bytes(new_store())
+        opened = sqlite3.connect(file.name)
+        rows = opened.execute("SELECT type, name, tbl_name, sql FROM sqlite_master").fetchall()
+        columns = {
+            name: sorted(
+                [*map(str, column[1:])] for column in opened.execute(f"PRAGMA table_info({name})")
+            )
+            for kind, name, _, _ in sorted(rows)
+            if kind == "table"
+        }
+        opened.close()
     indexes = sorted(
         " ".join((sql or f"{kind} of {table}").split())
         for kind, _, table, sql in rows

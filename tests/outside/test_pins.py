@@ -31,29 +31,20 @@ def test_hosts_start_programs_by_names_that_stay() -> None:
     assert sum("node-server" in text for text in texts) >= 2
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_needs_no_package_of_the_command(name: str) -> None:
-    code = (
-        "import sys; sys.modules.update(dict.fromkeys(['typer', 'pydantic', 'httpx', 'yaml']));"
-        f"from gateway.__main__ import main; sys.argv = ['gateway', {name!r}, '--help']; main()"
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+
+
+@pytest.mark.parametrize(("name", "module"), PROGRAMS.items())
+def test_a_program_needs_no_package_of_the_command(name: str, module: str) -> None:
+    ran = run(
+        "-c",
+        "import sys; sys.modules.update(dict.fromkeys(['typer', 'pydantic', 'httpx', 'yaml']));"
+        f"from gateway.__main__ import main; sys.argv = ['gateway', {name!r}, '--help']; main()",
     )
     assert (ran.returncode, ran.stderr) == (0, "")
     assert ran.stdout.startswith(f"usage: llama-gateway {name}")
-
-
-# Hosts that the playbooks of 0.1.0 set up start the servers by the module.
-@pytest.mark.parametrize("module", sorted(PROGRAMS.values()))
-def test_the_modules_of_before_are_programs_still(module: str) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-P", "-m", module, "--help"], cwd=ROOT, capture_output=True, timeout=60,
-        check=False,
-    )  # fmt: skip
-    assert ran.returncode == 0
+    # Hosts that the playbooks of 0.1.0 set up start the servers by the module.
+    assert run("-P", "-m", module, "--help").returncode == 0

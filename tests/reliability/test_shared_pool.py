@@ -62,7 +62,7 @@ async def two_pooled(
     """A gateway over two nodes; the outcomes of its attempts; and a third node, without a pool."""
     async with pooled() as one, pooled() as two, EmulatedNode(slots=8, context=POOL) as alone:
         specs = [a_spec(name, node.url, kv=kv) for name, node in (("a", one), ("b", two))]
-        async with bare_gateway(*specs, serving=True, **fleet) as gateway:
+        async with bare_gateway(*specs, **fleet) as gateway:
             outcomes: list[str] = []
             gateway.public.timeout = httpx.Timeout(3600)
             gateway.bus.subscribe(AttemptEnded, lambda event: outcomes.append(event.outcome))
@@ -73,7 +73,7 @@ async def two_pooled(
 async def one_pooled(**options: Any) -> AsyncIterator[tuple[BareGateway, list[str], EmulatedNode]]:
     async with (
         pooled(**options) as node,
-        bare_gateway(a_spec("a", node.url, kv="shared"), serving=True) as gateway,
+        bare_gateway(a_spec("a", node.url, kv="shared")) as gateway,
     ):
         outcomes: list[str] = []
         gateway.public.timeout = httpx.Timeout(3600)
@@ -162,7 +162,7 @@ async def test_a_request_that_must_run_alone_runs_beside_others_that_never_end()
         body = chat(0, words=10, answer=200)
         foreign = asyncio.create_task(other.post(CHAT, json=body))
         await node.until(lambda: node.busy == 1)
-        async with bare_gateway(a_spec("a", node.url, kv="shared"), serving=True) as gateway:
+        async with bare_gateway(a_spec("a", node.url, kv="shared")) as gateway:
             answers = [asyncio.create_task(gateway.chat("hello")) for _ in range(2)]
             await gateway.until(lambda: node.busy == 2)
             await gateway.until(lambda: any(answer.done() for answer in answers))

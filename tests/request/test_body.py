@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any
 
 import msgspec
@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from gateway.api.json_values import run_at_once
 from gateway.config.listeners import LimitSettings
-from gateway.config.scheduling import ModelRule
 from gateway.errors import GatewayError
 from gateway.lease import KeyedHash
 from gateway.request import edits
@@ -188,26 +187,6 @@ def test_a_large_body_is_read_as_a_small_one_is(path: str, body: dict[str, Any])
         assert key.size == pytest.approx(small_key.size, rel=0.3)
 
 
-def test_a_large_body_is_edited_as_a_small_one_is() -> None:
-    body = {"model": "old", "messages": [{"role": "user", "content": LONG * 4}], "priority": "high",
-            "temperature": 1, "stop": ["x"]}  # fmt: skip
-    data, found = large(body)
-    rules = (ModelRule(set={"temperature": 0.2}, default={"max_tokens": 7}, strip=("stop",)),)
-    edit = {"priority": msgspec.UNSET, "n_probs": 3}
-    for one in (data, found):
-        assert edits.apply_rules(one, ()) is one
-    plain = edits.with_model(edits.apply_edit(edits.apply_rules(data, rules), edit), "new")
-    edited = edits.with_model(edits.apply_edit(edits.apply_rules(found, rules), edit), "new")
-    assert isinstance(edited, LargeBody)
-    sent = b"".join(edited.pieces())
-    assert json.loads(sent) == json.loads(plain)
-    assert len(edited) == len(sent) == len(edited.to_bytes())
-    assert edited.parse().model == "new"
-    assert b"".join(found.pieces()) == data, "the client's own bytes, where there is no edit"
-    kept = sum(len(piece) for piece in edited.pieces() if isinstance(piece, bytes))
-    assert kept < 200, "long values are views of the body"
-
-
 def identity(body: Body) -> bytes:
     return HASH.digest([b"%d " % len(body), *identifying_pieces(body)])
 
@@ -297,46 +276,30 @@ def test_a_name_spelt_with_escapes_hides_no_link() -> None:
     assert large(data)[1].find_links() == [("http://x", "image_url")]
 
 
-class Work:
-    """Work of some steps, which writes down the turn of the event loop in which each ran."""
-
-    def __init__(self, steps: int, turns: list[int]) -> None:
-        self.steps = steps
-        self.turns = turns
-        self.turn = 0
-        self.closed = False
-
-    def run(self) -> Generator[None, None, str]:
-        try:
-            for _ in range(self.steps):
-                self.turns.append(self.turn)
-                yield
-            return "done"
-        finally:
-            self.closed = True
-
-
 async def test_all_work_together_takes_one_step_in_each_turn_of_the_loop() -> None:
-    turns: list[int] = []
-    slicer, works = TimeSlicer(), [Work(5, turns) for _ in range(3)]
+    turn, turns = 0, list[int]()
 
     async def count_turns() -> None:
+        nonlocal turn
         while True:
-            for work in works:
-                work.turn += 1
+            turn += 1
             await asyncio.sleep(0)
 
-    counting = asyncio.create_task(count_turns())
-    results = await asyncio.gather(*(slicer.run(work.run()) for work in works))
+    def work() -> Generator[None, None, str]:
+        for _ in range(5):
+            turns.append(turn)
+            yield
+        return "done"
+
+    slicer, counting = TimeSlicer(), asyncio.create_task(count_turns())
+    assert await asyncio.gather(*(slicer.run(work()) for _ in range(3))) == ["done"] * 3
     counting.cancel()
-    assert results == ["done"] * 3
-    assert len(turns) == 15
-    assert len(set(turns)) == 15, "two steps in one turn"
+    assert len(turns) == len(set(turns)) == 15, "two steps in one turn"
 
 
-def step(work: Callable[[], Any]) -> Generator[None, None, Any]:
-    yield from ()
-    return work()
+def seven() -> Generator[None, None, int]:
+    yield
+    return 7
 
 
 async def test_an_error_ends_the_work_and_lets_the_next_run() -> None:
@@ -348,17 +311,25 @@ async def test_an_error_ends_the_work_and_lets_the_next_run() -> None:
 
     with pytest.raises(ValueError, match="no"):
         await slicer.run(fails())
-    assert await slicer.run(step(lambda: 7)) == 7
+    assert await slicer.run(seven()) == 7
 
 
 async def test_cancelled_work_is_closed_and_blocks_nobody() -> None:
-    slicer, work = TimeSlicer(), Work(1000, [])
-    running = asyncio.create_task(slicer.run(work.run()))
+    slicer, done = TimeSlicer(), list[str]()
+
+    def work() -> Generator[None, None, None]:
+        try:
+            while True:
+                done.append("step")
+                yield
+        finally:
+            done.append("closed")
+
+    running = asyncio.create_task(slicer.run(work()))
     for _ in range(10):
         await asyncio.sleep(0)
-    assert work.turns, "it has begun"
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    assert work.closed
-    assert len(work.turns) < 1000
-    assert await slicer.run(step(lambda: 7)) == 7
+    assert set(done[:-1]) == {"step"}
+    assert done[-1] == "closed"
+    assert await slicer.run(seven()) == 7

@@ -239,7 +239,13 @@ def test_an_escape_hides_no_link(body: bytes) -> None:
         assert [link.url for link in find_links(place % body)[0]] == ["http://a/"]
 
 
-@each_case("url", ["file:///etc/passwd", "HTTP://a/", "ftp:x", "httpd.internal/x", " http"])
+@each_case(
+    "url",
+    [
+        "http://a/x.png", "HTTP://a/", "https://a/", "http:/a", "file:///etc/passwd", "ftp:x",
+        "javascript:x", " http://a", "httpd.internal/x", " http",
+    ],
+)  # fmt: skip
 def test_whatever_a_node_may_fetch_is_a_link(url: str) -> None:
     assert links_of({"input": [{"image_url": {"url": url}}]})[0] == [url]
 

@@ -19,7 +19,6 @@ from gateway.request.prompt_key import (
     IMAGE_BYTES,
     MOST_BLOCKS,
     SEARCHED_CHARACTERS,
-    SHORTEST_BODY,
     LinePatterns,
     VolatileLines,
     build_prompt_key,
@@ -269,12 +268,6 @@ def test_what_no_prompt_cache_would_hold_has_no_key(path: str, body: dict[str, A
 def test_an_unknown_form_has_no_key_and_is_no_error(body: bytes) -> None:
     found = maybe_key(body)
     assert found is None or found.blocks
-
-
-@given(st.binary(min_size=SHORTEST_BODY, max_size=600))
-def test_bytes_of_any_kind_are_no_error(data: bytes) -> None:
-    for path in (CHAT, MESSAGES, RESPONSES, "/completion", "/infill"):
-        assert maybe_key(data, path) is None
 
 
 def test_a_huge_prompt_has_bounded_blocks() -> None:

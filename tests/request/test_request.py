@@ -32,17 +32,19 @@ from gateway.request.preparation import (
     RequestRules,
     ResolvedModel,
     Sender,
+    can_assemble,
     choose_model,
+    is_infill,
     parse_prompt_list,
     prepare,
     read_request,
     split_prompts,
 )
-from gateway.request.routes import ROUTES
+from gateway.request.routes import NATIVE_ROUTE, ROUTES
 from gateway.terms import Caller, Priority
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
-from tests.forward.proxy_over_nodes import BODIES, proxy_over
+from tests.forward.proxy_over_nodes import BODIES, MESSAGES, proxy_over
 from tests.nodes.build import a_node
 from tests.virtual import in_virtual_time
 
@@ -59,7 +61,6 @@ def prepared(
     default: str | None = None,
     known: tuple[str, ...] = ("demo",),
     caller: Caller = ANYONE,
-    paused: frozenset[str] = frozenset(),
     **limits: Any,
 ) -> Request:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -76,11 +77,20 @@ def prepared(
         ),
         received_at=100.0,
     )
-    model_index = ModelIndex()
-    model_index.set_nodes([a_node(model=list(known))] if known else [])
-    model_index.set_paused(paused)
-    rules = RequestRules(LimitSettings(**limits), ModelAliases(models or {}, model_index), default)
+    rules = rules_of(known, default, models, **limits)
     return prepare(incoming, parse_body(data), Priority.NORMAL, rules)
+
+
+def rules_of(
+    known: tuple[str, ...] = ("demo",),
+    default: str | None = None,
+    models: dict[str, ModelRule] | None = None,
+    **limits: Any,
+) -> RequestRules:
+    """The rules where nodes serve the known models."""
+    index = ModelIndex()
+    index.set_nodes([a_node(model=list(known))] if known else [])
+    return RequestRules(LimitSettings(**limits), ModelAliases(models or {}, index), default)
 
 
 def refused(body: Any, *args: Any, **keys: Any) -> tuple[int, str, str | None]:
@@ -112,14 +122,6 @@ def test_more_completions_than_allowed_are_refused(n: str) -> None:
     assert refused(body.replace(b"n", b"n_cmpl"), "/completion")[2] == "n_cmpl"
 
 
-def test_a_paused_model_is_refused_and_left_out_where_an_alias_has_others() -> None:
-    models = {"both": ModelRule(use=("a", "b"))}
-    left = prepared({"model": "both"}, models=models, paused=frozenset({"a"}))
-    assert left.lease_request.wanted.model_names == tuple(left.bodies) == ("b",)
-    for paused in (frozenset({"both"}), frozenset({"a", "b"})):
-        assert refused({"model": "both"}, models=models, paused=paused)[:2] == (503, "model_paused")
-
-
 def test_the_model_is_the_named_one_or_the_default_or_the_only_one() -> None:
     assert prepared({"model": "a"}, default="b").lease_request.wanted.model == "a"
     assert prepared({}, default="b").lease_request.wanted.model == "b"
@@ -132,14 +134,6 @@ def test_the_model_is_the_named_one_or_the_default_or_the_only_one() -> None:
 
 def caller_of(*models: str) -> Caller:
     return Caller("c", "c", Priority.NORMAL, frozenset(models))
-
-
-def test_a_key_may_use_an_alias_without_its_model() -> None:
-    models = {"gpt": ModelRule(use=("demo",))}
-    wanted = prepared({"model": "gpt"}, models=models, caller=caller_of("gpt")).lease_request.wanted
-    assert (wanted.model, wanted.model_names) == ("gpt", ("demo",))
-    found = refused({"model": "demo"}, models=models, caller=caller_of("gpt"))
-    assert found == (403, "model_not_allowed", "model")
 
 
 def test_each_model_has_the_body_that_its_rules_make() -> None:
@@ -215,23 +209,6 @@ def body_with_image(url: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": [part]}]}
 
 
-def test_an_image_needs_a_vision_node() -> None:
-    text = {"messages": [{"role": "user", "content": "image_url"}]}
-    for body, needed in ((body_with_image(PNG), True), (text, False)):
-        assert prepared(body).lease_request.wanted.needs_vision is needed
-
-
-@each_case(
-    "url",
-    [
-        "http://a/x.png", "https://a/", "HTTPS://a/", "file:///etc/passwd", "http:/a",
-        "ftp://a", "javascript:x", " http://a", "httpbin.internal/x",
-    ],
-)  # fmt: skip
-def test_a_remote_image_is_refused(url: str) -> None:
-    assert refused(body_with_image(url)) == (400, "invalid_request", "messages")
-
-
 def test_an_operator_may_allow_hosts() -> None:
     hosts = ("pictures.example",)
     for url in ("http://pictures.example/x.png", "https://pictures.example:8443/x?y=1"):
@@ -294,65 +271,11 @@ async def test_a_node_never_gets_a_remote_image(tmp_path: Path) -> None:
         assert blind.requests + seeing.requests == 1
 
 
-def serving(*models: str) -> ModelIndex:
-    """An index of one node with these models."""
-    index = ModelIndex()
-    index.set_nodes([a_node(model=list(models))])
-    return index
-
-
-def rules_of(
-    index: ModelIndex | None = None,
-    default: str | None = None,
-    aliases: dict[str, ModelRule] | None = None,
-    **limits: Any,
-) -> RequestRules:
-    chosen = ModelAliases(aliases or {}, index or serving("demo"))
-    return RequestRules(LimitSettings(**limits), chosen, default)
-
-
-SERVED = ModelIndex()
-
-
-def aliases(catalog: ModelIndex = SERVED, /, **rules: ModelRule) -> ModelAliases:
-    return ModelAliases({name.replace("_", "-"): rule for name, rule in rules.items()}, catalog)
-
-
-def a_sender(models: frozenset[str] | None = None) -> Sender:
-    return Sender(Accounts(replace(ANYONE, models=models)))
-
-
-def test_a_chosen_model_is_kept_until_nodes_serve_other_models() -> None:
-    index = serving("a", "b")
-    rules = rules_of(index, aliases={"m": ModelRule(use=("a", "b"))})
-    chosen = choose_model("m", a_sender(), rules)
-    assert (chosen.model, chosen.names, chosen.is_served) == ("m", ("a", "b"), True)
-    assert choose_model("m", a_sender(), rules) is chosen
-    index.set_paused(frozenset({"a"}))
-    assert choose_model("m", a_sender(), rules).names == ("b",)
-    index.set_paused(frozenset({"m"}))
-    with pytest.raises(GatewayError, match="paused"):
-        choose_model("m", a_sender(), rules)
-    index.set_paused(frozenset())
-    assert choose_model("m", a_sender(), rules).names == ("a", "b")
-    index.set_nodes([a_node(model=["c"])])
-    assert not choose_model("m", a_sender(), rules).is_served
-
-
-def test_a_chosen_model_is_kept_for_equal_permissions_only() -> None:
-    rules = rules_of(serving("a"), default="a")
-    chosen = choose_model(None, a_sender(frozenset({"a"})), rules)
-    assert choose_model("a", a_sender(frozenset({"a"})), rules) is chosen
-    with pytest.raises(GatewayError) as raised:
-        choose_model("a", a_sender(frozenset({"b"})), rules)
-    assert raised.value.code == "model_not_allowed"
-
-
 def test_no_more_than_some_choices_are_kept() -> None:
     names = [f"m{number}" for number in range(MOST_CHOICES + 1)]
-    rules = rules_of(serving(*names))
+    rules, sender = rules_of(tuple(names)), Sender(Accounts(ANYONE))
     for name in names:
-        choose_model(name, a_sender(), rules)
+        choose_model(name, sender, rules)
         assert 0 < len(rules.model_aliases._choices) <= MOST_CHOICES
 
 
@@ -374,30 +297,13 @@ X, SELF, VIA = ModelRule(set={"x": 2}), ModelRule(use=("a", "b")), ModelRule(use
 def test_a_name_resolves_to_the_models_it_uses_with_the_rules_on_the_way(
     rules: dict[str, ModelRule], models: list[tuple[str, tuple[ModelRule, ...]]]
 ) -> None:
-    found = aliases(**rules).resolve("a")
+    found = ModelAliases(rules, ModelIndex()).resolve("a")
     assert found == tuple(ResolvedModel(name, applied) for name, applied in models)
 
 
 def test_the_models_of_an_alias_are_bounded() -> None:
     wide = ModelRule(use=tuple(f"m{i}" for i in range(100)))
-    assert len(aliases(wide=wide).resolve("wide")) == MOST_TARGETS
-
-
-def test_the_rules_of_a_model_hold_for_the_further_names_that_its_servers_give_it() -> None:
-    node, served = a_node(), ModelIndex()
-    node.properties.models, node.properties.aliases = ("m",), {"nick": "m", "free": "m"}
-    served.set_nodes([node])
-    capped, own = ModelRule(max_tokens=4), ModelRule(set={"x": 1})
-    some = aliases(served, m=capped, free=own, gpt=ModelRule(use=("nick",)))
-    assert some.resolve("nick") == (ResolvedModel("nick", (capped,)),)
-    assert some.resolve("free") == (ResolvedModel("free", (own,)),)
-    assert some.resolve("gpt")[0].rules[1:] == (capped,)
-    back = ModelRule(use=("nick",))
-    for name in ("nick", "m"):
-        assert aliases(served, m=back).resolve(name) == (ResolvedModel("nick", (back,)),)
-    node.properties.aliases = {}
-    served.models_changed()
-    assert some.resolve("nick") == (ResolvedModel("nick"),)
+    assert len(ModelAliases({"wide": wide}, ModelIndex()).resolve("wide")) == MOST_TARGETS
 
 
 def raw(value: Any, **layout: Any) -> msgspec.Raw:
@@ -479,3 +385,54 @@ def test_of_a_stored_request_with_several_prompts_none_gives_its_slot_away_by_it
     one = run_at_once(request.prompt_list.sub_request(0))
     for caller, waits in ((request.lease_request.caller, True), (one.lease_request.caller, False)):
         assert (caller.patient, caller.yields) == (waits, waits)
+
+
+GENERATING = BODIES | {"/infill": {"input_prefix": "hello"}}
+
+
+def test_every_path_that_generates_says_where_its_prompt_and_limit_are() -> None:
+    for route in ROUTES.values():
+        if route.generates:
+            assert route.prompt_field in GENERATING[route.path]
+            assert route.api.max_tokens_fields
+    assert NATIVE_ROUTE.path == "/completion"
+
+
+def assembles(path: str, slots: int = 1, **more: Any) -> bool:
+    body = msgspec.json.encode(GENERATING.get(path, {}) | more)
+    return can_assemble(ROUTES[path], body, parse_body(body).messages, slots)
+
+
+@each_case("path", GENERATING)
+def test_plain_responses_are_assembled_from_streams(path: str) -> None:
+    assert assembles(path)
+    for field in ("response_fields", "return_progress", "timings_per_token", "verbose", "echo"):
+        assert not assembles(path, **{field: True})
+
+
+def test_several_answers_are_assembled_only_where_events_tell_them_apart() -> None:
+    assert [path for path in GENERATING if assembles(path, slots=2)] == ["/v1/chat/completions"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_a_plain_response_that_repeats_the_last_message_is_not_assembled(path: str) -> None:
+    begun = {"role": "assistant", "content": "a"}
+    assert not assembles(path, messages=[*MESSAGES, begun])
+    assert assembles(path, messages=[*MESSAGES, begun, *MESSAGES])
+    assert not assembles(path, messages=["assistant"])
+
+
+@each_case(
+    ("path", "body", "infill"),
+    [
+        ("/infill", b'{"input_prefix":"a"}', True),
+        ("/v1/completions", b'{"prompt":"a","suffix":"b"}', True),
+        ("/completion", b'{"prompt":"a","suffix":"\\u0062"}', True),
+        ("/v1/completions", b'{"prompt":"a"}', False),
+        ("/v1/completions", b'{"prompt":"a","suffix":""}', False),
+        ("/v1/completions", b'{"prompt":"a","suffix":null}', False),
+        ("/v1/chat/completions", b'{"messages":[],"suffix":"b"}', False),
+    ],
+)
+def test_a_suffix_makes_a_completion_an_infill(path: str, body: bytes, infill: bool) -> None:
+    assert is_infill(ROUTES[path], parse_body(body)) is infill

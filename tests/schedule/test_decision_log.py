@@ -124,7 +124,7 @@ def test_what_is_followed_is_bounded_in_number_and_length() -> None:
 async def test_the_page_has_the_times_to_the_first_token_and_the_end_by_those_expected() -> None:
     async with (
         EmulatedNode(slots=1, prefill_tps=100, decode_tps=20) as node,
-        bare_gateway(a_spec("a", node.url), serving=True) as gateway,
+        bare_gateway(a_spec("a", node.url)) as gateway,
     ):
         for number in range(4):
             await gateway.chat(f"{number} " + "hello " * 100, max_tokens=10)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +19,9 @@ from openai import AsyncOpenAI
 
 from gateway.stored.folder import ID_FILE
 from tests.emulator import EmulatedNode
+from tests.gateway_processes import serving
 from tests.gateways import Running, running_gateway, until
+from tests.small_disk import run_on_small_disk
 from tests.web.two_keys import ALICE, BOB, KEYS, client, kept
 
 pytestmark = pytest.mark.usefixtures("hurried")
@@ -117,30 +122,54 @@ async def test_store_alone_keeps_nothing_unless_the_settings_allow_it(tmp_path: 
         assert kept(tmp_path) == []
 
 
-async def test_a_response_of_another_key_is_not_there(tmp_path: Path) -> None:
-    async with gateway(tmp_path) as running:
-        async with client(running) as alice, client(running, BOB) as bob:
-            made = await alice.responses.create(**ASK, background=True)
-            for ask in (
-                bob.responses.retrieve,
-                bob.responses.cancel,
-                bob.responses.delete,
-                bob.responses.input_items.list,
-            ):
-                with pytest.raises(openai.NotFoundError):
-                    await ask(made.id)
-            async with client(running, None) as nobody:
-                with pytest.raises(openai.AuthenticationError):
-                    await nobody.responses.retrieve(made.id)
-            hers, his = ({"authorization": f"Bearer {key.text}"} for key in (ALICE, BOB))
-            deferred = await running.client.post(
-                "/v1/chat/completions", json=CHAT, headers={**hers, **PREFER}
-            )
-            for method in ("GET", "DELETE"):
-                url = deferred.headers["location"]
-                refused = await running.client.request(method, url, headers=his)
-                assert refused.status_code == 404
-            assert (await ended(alice, made.id)).status == "incomplete"
+OWNED: list[tuple[str, list[str]]] = [
+    ("/v1/files/{file}", ["GET", "DELETE"]), ("/v1/files/{file}/content", ["GET"]),
+    ("/v1/batches/{batch}", ["GET"]),
+    *((f"/v1/batches/{{batch}}/{verb}", ["POST"]) for verb in ("cancel", "pause", "resume")),
+    *((f"/v1/batches/{{batch}}/{part}", ["GET"]) for part in ("output", "errors")),
+    ("/v1/messages/batches/{message_batch}", ["GET", "DELETE"]),
+    *((f"/v1/messages/batches/{{message_batch}}/{verb}", ["POST"])
+      for verb in ("cancel", "pause", "resume")),
+    *((f"/v1/messages/batches/{{message_batch}}/results{partial}", ["GET"])
+      for partial in ("", "?partial=true")),
+    ("/v1/responses/{response}", ["GET", "DELETE"]), ("/v1/responses/{response}/cancel", ["POST"]),
+    ("/v1/responses/{response}/input_items", ["GET"]),
+    ("/v1/background/{deferred}", ["GET", "DELETE"]),
+]  # fmt: skip
+"""What is kept for callers, by the paths and methods that reach it."""
+
+
+async def test_what_is_kept_for_another_key_is_not_there(tmp_path: Path) -> None:
+    hers, his = ({"authorization": f"Bearer {key.text}"} for key in (ALICE, BOB))
+    async with gateway(tmp_path) as running, client(running) as alice, client(running, BOB) as bob:
+
+        async def made(path: str, **body: Any) -> httpx.Response:
+            return await running.client.post(path, json=body, headers=hers | PREFER)
+
+        file = await alice.files.create(file=("a.jsonl", b"{}\n"), purpose="batch")
+        asked: Any = {"input_file_id": file.id, "endpoint": "/v1/chat/completions"}
+        batch = await alice.batches.create(**asked, completion_window="24h")
+        requests = [{"custom_id": "a", "params": {"model": "demo", **CHAT}}]
+        message_batch = (await made("/v1/messages/batches", requests=requests)).json()["id"]
+        response = await alice.responses.create(**ASK, background=True)
+        deferred = (await made("/v1/chat/completions", **CHAT)).headers["location"]
+        ids = {"file": file.id, "batch": batch.id, "message_batch": message_batch,
+               "response": response.id, "deferred": deferred.rpartition("/")[2]}  # fmt: skip
+        for path, methods in OWNED:
+            for method in methods:
+                for headers, status in ((his, 404), ({}, 401)):
+                    url = path.format(**ids)
+                    refused = await running.client.request(method, url, headers=headers)
+                    assert refused.status_code == status, (method, url)
+        for path in ("/v1/files", "/v1/batches", "/v1/messages/batches"):
+            assert (await running.client.get(path, headers=his)).json()["data"] == []
+        with pytest.raises(openai.BadRequestError, match="No such File object") as refused_file:
+            await bob.batches.create(**asked, completion_window="24h")
+        assert refused_file.value.param == "input_file_id"
+        # Nor do the two APIs show each other's batches.
+        other = await running.client.get(f"/v1/messages/batches/{batch.id}", headers=hers)
+        assert other.status_code == 404
+        assert (await ended(alice, response.id)).status == "incomplete"
 
 
 async def test_one_that_runs_is_cancelled_and_its_stream_ends(tmp_path: Path) -> None:
@@ -191,16 +220,6 @@ async def test_bad_requests_are_refused_and_keep_nothing(tmp_path: Path) -> None
         with pytest.raises(openai.NotFoundError):
             await alice.responses.create(**{**ASK, "model": "gpt-none"}, background=True)
         assert kept(tmp_path) == []
-
-
-async def test_requests_that_take_no_slot_are_served_at_once(tmp_path: Path) -> None:
-    async with running_gateway(tmp_path, [EmulatedNode()]) as running:
-        body = {"messages": [{"role": "user", "content": "x"}], "content": "x"}
-        answer = await running.client.post(
-            "/tokenize", json=body, headers={"prefer": "respond-async"}
-        )
-        assert answer.status_code == 200
-        assert "preference-applied" not in answer.headers
 
 
 async def test_a_body_of_too_many_parts_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
@@ -301,3 +320,131 @@ async def test_a_stream_is_refused_and_other_preferences_change_nothing(tmp_path
         )
         assert usual.status_code == 200
         assert "choices" in usual.json()
+        # What takes no slot is served at once.
+        tokenized = await ask(running, "/tokenize", {"content": "x"})
+        assert tokenized.status_code == 200
+        assert "preference-applied" not in tokenized.headers
+
+
+# Clients that wait for stored responses while the gateway ends (SIGTERM).
+
+
+MORE: dict[str, Any] = {**ASK, "max_output_tokens": 40}
+STORED = {"store_responses": True, "background_at_once": 1}
+
+
+async def events_of(api: AsyncOpenAI, **more: Any) -> list[Any]:
+    stream = await api.responses.create(**MORE, **more, store=True, stream=True)
+    return [event async for event in stream]
+
+
+def logs(folder: Path) -> int:
+    return len(list((folder / "state").rglob("events-*")))
+
+
+@pytest.mark.slow
+async def test_what_outlasts_the_grace_ends_for_client_and_store(tmp_path: Path) -> None:
+    settings = {"batches": STORED, "shutdown": {"grace": 0.5}}
+    async with EmulatedNode(slots=1, decode_tps=2, answer_tokens=1000) as node:
+        async with serving(tmp_path, node, settings=settings) as line, client(line, None) as api:
+            running = asyncio.create_task(events_of(api))
+            await until(lambda: node.busy == 1)
+            queued = asyncio.create_task(events_of(api))
+            await until(lambda: logs(tmp_path) == 2)
+            plain = asyncio.create_task(api.responses.create(**MORE, store=True))
+            await until(lambda: logs(tmp_path) == 3)
+            later = await api.responses.create(**MORE, background=True)
+            os.kill(line.newest, signal.SIGTERM)
+            seen = [(await one)[-1] for one in (running, queued)]
+            assert [event.type for event in seen] == ["response.failed"] * 2
+            assert all("shut down" in event.response.error.message for event in seen)
+            with pytest.raises(openai.InternalServerError) as refused:
+                await plain
+            error = refused.value
+            assert (error.status_code, error.code) == (503, "shutting_down")
+            # Clients send it again by themselves: this one costs nothing, and goes on nowhere.
+            assert int(error.response.headers["retry-after"]) > 0
+            assert "x-should-retry" not in error.response.headers
+            (plain_id,) = re.findall(r"'(resp_[0-9a-f]+)'", error.message)
+            assert await line.first.wait() == 0
+        ids = [*(event.response.id for event in seen), plain_id]
+    async with (
+        EmulatedNode(decode_tps=500, answer_tokens=1000) as other,
+        serving(tmp_path, other, settings=settings) as line,
+        client(line, None) as api,
+    ):
+        for id_, known in zip(ids, [*seen, None], strict=True):
+            found = await api.responses.retrieve(id_)
+            assert found.error is not None
+            assert (found.status, found.error.code) == ("failed", "server_error")
+            assert known is None or found.to_dict() == known.response.to_dict()
+        assert (await ended(api, later.id)).status == "incomplete"
+    # The one that was cut, and the one in the background.
+    assert (node.requests, other.requests) == (1, 1)
+
+
+ON_A_FULL_DISK = """
+import asyncio, sys
+from pathlib import Path
+import openai
+from gateway.stored import background_requests
+from tests.emulator import EmulatedNode
+from tests.web.test_background import ASK, client, ended, gateway
+
+background_requests.LEASE_SECONDS = 1.0  # after which it is tried again
+
+def fill(path):
+    with path.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            pass
+
+async def main(disk, folder):
+    node = EmulatedNode(decode_tps=40, answer_tokens=1000)
+    kept = {"folder": str(disk / "batches")}
+    ask = {**ASK, "max_output_tokens": 120, "background": True}
+    async with gateway(folder, node, batches=kept) as running, client(running) as alice:
+        like = await ended(alice, (await alice.responses.create(**ask)).id)
+        seen, broken = [], False
+        try:
+            async for event in await alice.responses.create(**ask, stream=True):
+                seen.append(event)
+                if len(seen) == 12:
+                    fill(disk / "fill")
+        except openai.APIConnectionError:
+            broken = True
+        assert broken, seen[-1].type
+        id_ = seen[0].response.id
+        refused = None
+        try:
+            await alice.responses.create(**ask)
+        except openai.InternalServerError as error:
+            refused = error
+        assert refused is not None
+        assert (refused.status_code, refused.code) == (507, "storage_full")
+        assert refused.response.headers["x-should-retry"] == "false"
+        assert (await alice.responses.retrieve(id_)).status in {"queued", "in_progress"}
+        (disk / "fill").unlink()
+        after = await ended(alice, id_)
+        assert after.status == like.status == "incomplete"
+        assert after.output_text == like.output_text
+        assert after.usage == like.usage, (after.usage, like.usage)
+        whole = [e async for e in await alice.responses.retrieve(id_, stream=True)]
+        assert [e.sequence_number for e in whole] == list(range(len(whole)))
+        # What was seen before is the beginning of it.
+        assert [e.to_dict() for e in whole[: len(seen)]] == [e.to_dict() for e in seen]
+
+asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2])))
+print("done", end="")
+"""
+
+
+@pytest.mark.slow
+def test_a_response_whose_disk_fills_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    disk, folder = tmp_path / "disk", tmp_path / "gateway"
+    disk.mkdir()
+    folder.mkdir()
+    # 64 MiB of it stay free.
+    assert run_on_small_disk(ON_A_FULL_DISK, "66m", disk, folder) == "done"

@@ -1,27 +1,33 @@
 """`/v1/batches` of a whole gateway: every call, every state, and bad input.
 
-No node is up here, so that no line runs: what a batch waits for, stays.
+No node is up but for clients in JavaScript, so no line runs: what a batch waits for, stays.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import httpx
-import openai
 import pytest
 from openai import AsyncOpenAI
 from openai.types import Batch, FileObject
 
 from gateway.callers.keys import ApiKey
+from gateway.local.server import claim_port, claimed_port
 from gateway.stored.batch_rows import Batch as Row
 from gateway.web.batches import batch_object
+from tests.callers.kills import HOST, Site
+from tests.clients import npm
 from tests.each_case import each_case
+from tests.emulator import EmulatedNode, expected_chat_text
+from tests.gateway_processes import Succession, serving
 from tests.gateways import Running
 from tests.polling import eventually
-from tests.web.two_keys import ALICE, BOB, client, gateway, reason, two_callers
+from tests.web.two_keys import ALICE, client, gateway, reason
 
 pytestmark = pytest.mark.usefixtures("hurried")
 
@@ -174,31 +180,6 @@ async def test_what_has_ended_stays_as_it_is(tmp_path: Path) -> None:
         assert late.to_dict()["llama_gateway"]["expired"] == 2  # type: ignore[index]
 
 
-async def test_a_batch_of_another_key_is_not_there(tmp_path: Path) -> None:
-    async with two_callers(tmp_path) as (running, alice, bob):
-        made = await created(alice)
-        unknown = (await ask(running, "GET", "/v1/batches/batch_1", BOB)).json()
-        for method, path in (
-            ("GET", ""),
-            *(("POST", path) for path in ("/cancel", "/pause", "/resume")),
-            *(("GET", path) for path in ("/output", "/errors")),
-        ):
-            refused = await ask(running, method, f"/v1/batches/{made.id}{path}", BOB)
-            assert reason(refused) == (404, "batch_not_found")
-            assert refused.json() == json.loads(json.dumps(unknown).replace("batch_1", made.id))
-            nobody = await ask(running, method, f"/v1/batches/{made.id}{path}", None)
-            assert reason(nobody) == (401, "invalid_api_key")
-        assert [one async for one in bob.batches.list()] == []
-        with pytest.raises(openai.BadRequestError, match="No such File object") as refused_file:
-            await bob.batches.create(
-                input_file_id=made.input_file_id, endpoint=CHAT, completion_window="24h"
-            )
-        assert refused_file.value.param == "input_file_id"
-        # Nor do the two APIs show each other's batches.
-        other = await ask(running, "GET", f"/v1/messages/batches/{made.id}")
-        assert other.status_code == 404
-
-
 ASKED = {"input_file_id": "file-1", "endpoint": CHAT, "completion_window": "24h"}
 
 
@@ -285,3 +266,98 @@ def test_what_was_cached_is_hidden_from_those_who_may_not_know() -> None:
         usage = batch_object(row, None, shows_cached=shown).usage
         assert usage["input_tokens_details"]["cached_tokens"] == wanted
         assert usage["total_tokens"] == 9
+
+
+# Batches whose lines run, by the official clients in JavaScript.
+
+
+@asynccontextmanager
+async def running_lines(folder: Path) -> AsyncIterator[Succession]:
+    """A gateway process over an emulated node."""
+    settings = {"keys": [{"id": ALICE.id, "sha256": ALICE.sha256}]}
+    async with (
+        EmulatedNode(model="test", answer_tokens=900, slots=4, decode_tps=1000) as node,
+        serving(folder / "gateway", node, settings=settings) as process,
+    ):
+        yield process
+
+
+def messages(number: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"Tell me of the number {number}."}]
+
+
+def chat_line(number: int) -> str:
+    body = {"model": "test", "messages": messages(number), "max_tokens": 12}
+    one = line(number, custom_id=f"näme {number}", body=body)
+    return json.dumps(one, ensure_ascii=False) + "\n"
+
+
+@pytest.fixture(scope="module")
+def script(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The script in a folder where the clients can be imported."""
+    return npm.install_script(pytestconfig, tmp_path_factory.mktemp("npm"), "batches.mjs")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+async def test_openai_uploads_creates_polls_reads_lists_and_deletes(
+    script: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "in.jsonl"
+    file.write_text("".join(chat_line(number) for number in range(5)))
+    async with running_lines(tmp_path) as line:
+        told = await npm.run_script(script, line.url, "batch", ALICE.text, file)
+    batch = told["batch"]
+    assert batch["status"] == "completed"
+    assert batch["request_counts"] == {"total": 5, "completed": 5, "failed": 0}
+    found = {
+        one["custom_id"]: one["response"] for one in map(json.loads, told["output"].splitlines())
+    }
+    for number in range(5):
+        text = found[f"näme {number}"]["body"]["choices"][0]["message"]["content"]
+        assert text == expected_chat_text(messages(number), 12)
+    assert told["listed"] == [batch["id"]]
+    assert (told["files"], told["filename"], told["conflict"]) == (True, "in.jsonl", 409)
+    assert (told["deleted"], told["gone"]) == (True, 404)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+async def test_openai_follows_a_response_through_a_kill(script: Path, tmp_path: Path) -> None:
+    async with EmulatedNode(decode_tps=20, answer_tokens=100_000) as node:
+        with claim_port(HOST) as claim:
+            store = f"sqlite:///{tmp_path}/store.db"
+            site = Site(tmp_path, [node], store, claimed_port(claim), nice=0)
+            await site.start()
+            try:
+                url = f"http://{HOST}:{site.port}"
+                async with npm.running_script(script, url, "background", "unused") as process:
+                    assert await npm.script_line(process) == b"reading\n"
+                    await site.kill()
+                    await site.start()
+                    told: Any = await npm.script_result(process)
+            finally:
+                await site.stop()
+    assert told["cuts"] >= 1
+    assert told["numbers"] == list(range(len(told["numbers"])))
+    asked = [{"role": "user", "content": "tell me a story"}]
+    assert told["text"] == told["stored"] == expected_chat_text(asked, 60)
+    assert told["cancelled"] in {"cancelled", "in_progress", "queued"}
+    assert told["gone"] == 404
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+async def test_anthropic_creates_polls_reads_and_deletes(script: Path, tmp_path: Path) -> None:
+    async with running_lines(tmp_path) as line:
+        told = await npm.run_script(script, line.url, "messageBatch", ALICE.text)
+    counts = {"processing": 0, "succeeded": 3, "errored": 1, "canceled": 0, "expired": 0}
+    assert told["counts"] == counts
+    for number in range(3):
+        result = told["results"][f"r-{number}"]
+        assert result["message"]["content"][0]["text"] == expected_chat_text(messages(number), 12)
+    failed = told["results"]["r-3"]
+    assert (failed["type"], failed["error"]["error"]["type"]) == ("errored", "not_found_error")
+    assert told["listed"] == [told["id"]]
+    assert (told["cancelled"], told["deleted"]) == ("ended", "message_batch_deleted")
+    assert told["gone"] == 404

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import stat
-from collections.abc import AsyncIterator, MutableMapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -18,13 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.errors import GatewayError
-from gateway.stored.files import Content
-from gateway.web.files import UNNAMED, ContentResponse, UploadForm, boundary_of, content_headers
+from gateway.stored.folder import ID_FILE
+from gateway.web.files import UNNAMED, UploadForm
 from tests.each_case import each_case
 from tests.emulator.raw_connection import raw_connection
+from tests.gateway_processes import serving
 from tests.gateways import Running, running_gateway, until
 from tests.web.raw_client import answer
-from tests.web.two_keys import ALICE, DEAD, client, gateway, kept, reason, two_callers
+from tests.web.two_keys import ALICE, DEAD, KEYS, client, gateway, kept, reason, two_callers
 
 pytestmark = pytest.mark.usefixtures("hurried")
 
@@ -69,7 +68,10 @@ async def test_the_official_client_uploads_reads_lists_and_deletes(tmp_path: Pat
         assert await alice.files.retrieve(made.id) == made
         read = await alice.files.content(made.id)
         assert read.content == content
-        assert read.response.headers["content-type"] == "application/octet-stream"
+        told = read.response.headers
+        assert told["content-type"] == "application/octet-stream"
+        assert told["content-disposition"] == "attachment; filename*=UTF-8''Zeilen%20%C3%A4.jsonl"
+        assert told["x-content-type-options"] == "nosniff"
         url, key = f"/v1/files/{made.id}/content", {"authorization": f"Bearer {ALICE.text}"}
         asked = await running.client.head(url, headers=key)
         assert (asked.status_code, asked.headers["content-length"]) == (200, str(len(content)))
@@ -108,19 +110,6 @@ async def test_a_list_is_read_page_by_page_in_both_orders_and_by_purpose(tmp_pat
         for wrong in ({"limit": 0}, {"limit": 10001}, {"order": "up"}, {"after": "x"}):
             with pytest.raises(openai.BadRequestError, match=next(iter(wrong))):
                 await alice.files.list(**wrong)
-
-
-async def test_a_file_of_another_key_is_not_there(tmp_path: Path) -> None:
-    async with two_callers(tmp_path) as (running, alice, bob):
-        made = await alice.files.create(file=("a", LINES), purpose="batch")
-        for ask in (bob.files.retrieve, bob.files.content, bob.files.delete):
-            with pytest.raises(openai.NotFoundError):
-                await ask(made.id)
-        assert [one async for one in bob.files.list()] == []
-        assert (await alice.files.content(made.id)).content == LINES
-        async with client(running, None) as nobody:
-            with pytest.raises(openai.AuthenticationError):
-                await nobody.files.retrieve(made.id)
 
 
 async def test_an_upload_may_ask_to_expire_earlier_but_not_later(tmp_path: Path) -> None:
@@ -188,6 +177,13 @@ async def test_a_form_that_is_wrong_is_refused_and_leaves_nothing(tmp_path: Path
         for headers in ({"content-type": "application/json"}, {"content-encoding": "gzip"}):
             response = await post(running, form(b"x"), **headers)
             assert reason(response) == (415, "unsupported_media_type")
+        for kind in ("", "; boundary=", f"; boundary={'x' * 71}"):
+            response = await post(
+                running, form(b"x"), **{"content-type": f"multipart/form-data{kind}"}
+            )
+            assert reason(response) == (400, "invalid_request")
+        quoted = 'Multipart/Form-Data; charset=utf-8; boundary="XX"'
+        assert (await post(running, form(b"x"), **{"content-type": quoted})).status_code == 200
 
 
 async def test_ten_gigabytes_are_refused_before_a_byte_is_stored(tmp_path: Path) -> None:
@@ -390,57 +386,31 @@ def test_a_form_that_is_wrong_or_too_large_is_refused(body: bytes) -> None:
     assert (refused.value.status, refused.value.code) == (400, "invalid_request")
 
 
-@each_case(
-    ("value", "status"),
-    [
-        (b"multipart/form-data; boundary=XX", None), (b"multipart/form-data;boundary=XX;", None),
-        (b'Multipart/Form-Data; charset=utf-8; boundary="XX"', None),
-        (b"multipart/form-data", 400), (b"multipart/form-data; boundary=", 400),
-        (b"multipart/form-data; boundary=" + b"x" * 71, 400),
-        (b"multipart/mixed; boundary=XX", 415), (b"", 415),
-    ],
-)  # fmt: skip
-def test_the_boundary_is_that_of_the_content_type(value: bytes, status: int | None) -> None:
-    headers = [(b"content-type", value)]
-    if status is None:
-        assert boundary_of(headers) == b"XX"
-        return
-    with pytest.raises(GatewayError) as refused:
-        boundary_of(headers)
-    assert refused.value.status == status
-    with pytest.raises(GatewayError):
-        boundary_of(headers * 2)
-
-
-@pytest.mark.parametrize("fails", [False, True])
-async def test_the_content_is_closed_when_all_is_sent_and_if_reading_fails(fails: bool) -> None:
-    sent: list[bytes] = []
-    closed: list[bool] = []
-
-    async def pieces() -> AsyncIterator[bytes]:
-        yield b"one"
-        if fails:
-            raise LookupError("the disk is gone")
-        yield b"two"
-
-    async def close() -> None:
-        closed.append(True)
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    async def send(message: MutableMapping[str, Any]) -> None:
-        sent.append(message.get("body", b""))
-
-    response = ContentResponse(Content("ä.jsonl", 6, pieces(), close), content_headers("ä", 6))
-    scope = {"type": "http", "asgi": {"spec_version": "2.4"}, "method": "GET", "headers": []}
-    with pytest.raises(LookupError) if fails else contextlib.nullcontext():
-        await response(scope, receive, send)
-    assert (b"".join(sent), closed) == (b"one" if fails else b"onetwo", [True])
-
-
-def test_the_headers_name_the_file_and_its_length_if_known() -> None:
-    headers = content_headers("a b/ä.jsonl", 5)
-    assert headers["content-disposition"] == "attachment; filename*=UTF-8''a%20b%2F%C3%A4.jsonl"
-    assert (headers["content-length"], headers["x-content-type-options"]) == ("5", "nosniff")
-    assert "content-length" not in content_headers("a", None)
+@pytest.mark.slow
+async def test_after_a_kill_what_was_kept_is_there_and_no_more(tmp_path: Path) -> None:
+    body, small = form(bytes(3_000_000)), form(b"small")
+    nodes = [{"name": "a", "url": DEAD}]
+    settings = {"keys": KEYS, "batches": {"folder": str(tmp_path / "state/batches")}}
+    async with (
+        serving(tmp_path, nodes, settings=settings) as line,
+        raw_connection(line.url) as wire,
+        raw_connection(line.url) as other,
+    ):
+        await other.send(head(f"Content-Length: {len(small)}") + small)
+        assert (await answer(other)).status == 200
+        (made,) = kept(tmp_path)
+        await wire.send(head(f"Content-Length: {len(body)}"))
+        await wire.send(body[:2_000_000])
+        await until(lambda: len(kept(tmp_path)) == 2)
+        await line.kill()
+    assert len(kept(tmp_path)) == 2, "the kill came in the middle"
+    async with (
+        serving(tmp_path, nodes, settings=settings) as line,
+        raw_connection(line.url) as wire,
+    ):
+        await until(lambda: kept(tmp_path) == [made])
+        assert (tmp_path / "state/batches" / ID_FILE).is_file()
+        ask = head().replace(b"POST /v1/files ", f"GET /v1/files/{made}/content ".encode())
+        await wire.send(ask)
+        content = await answer(wire)
+        assert (content.status, content.body) == (200, b"small")

@@ -1,19 +1,26 @@
-"""Requests of tenants and of editors, and for models of nodes that are down."""
+"""Requests of tenants, of editors, of conversations, and for models of nodes that are down."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager
+import re
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from gateway.callers.keys import new_key
+from gateway.api import sse
+from gateway.callers.keys import ApiKey, new_key
+from gateway.config.settings import Settings
 from gateway.nodes.node import NodeState
+from gateway.request.routes import routes_of
+from gateway.terms import Priority
 from tests.emulator import EmulatedNode
 from tests.emulator.raw_connection import RawConnection, raw_connection
 from tests.forward.proxy_over_nodes import (
@@ -22,7 +29,8 @@ from tests.forward.proxy_over_nodes import (
     prompt_field,
     proxy_over,
 )
-from tests.gateways import Running, running_gateway, until
+from tests.gateways import NO_TLS, Running, running_gateway, until
+from tests.transport.raw import Peer, raw_server
 from tests.virtual import in_virtual_time, now
 from tests.web.bare_gateway import CHAT
 from tests.web.raw_client import Answer, public, request
@@ -249,3 +257,293 @@ async def test_a_down_node_is_known_by_its_models_after_a_restart(tmp_path: Path
             assert 30 <= now() - began < 32
             await server.revive()
             assert (await asked(running, model="mistral-7b")).status_code == 200
+
+
+# No path tells a caller what was cached of its prompt, where the settings hide it.
+
+
+HIDDEN, SEEN = new_key("hidden"), new_key("seen")
+OPEN = routes_of(Settings(ollama=True))
+TEXT = "What is the code? " * 40
+BODIES: dict[str, dict[str, Any]] = {
+    "messages": {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 3},
+    "prompt": {"prompt": TEXT, "max_tokens": 3, "n_predict": 3},
+    "input": {"input": TEXT, "max_output_tokens": 3},
+    "documents": {"query": "x", "documents": [TEXT]},
+    "input_prefix": {"input_prefix": TEXT, "input_suffix": "", "n_predict": 3},
+    "tokens": {"tokens": [1, 2]},
+}
+OLLAMA: dict[str, dict[str, Any]] = {
+    "/api/chat": BODIES["messages"], "/api/generate": BODIES["prompt"],
+    "/api/embed": BODIES["input"], "/api/embeddings": BODIES["prompt"],
+}  # fmt: skip
+FORM: dict[str, Any] = {"file": ("sound.wav", b"RIFF"), "model": (None, "demo")}
+
+CACHED, FRESH, ALL = 91_234_567, 2_111_111, 93_345_678
+"""Tokens; `ALL` are both, and tell nothing."""
+MILLISECONDS = 7788.125
+TELLING = ("91234567", "2111111", "7788", "tokens_cached", "cache_n", "prompt_progress", "id_slot")
+"""Texts that no response to a caller from whom it is hidden may contain."""
+TIMINGS: dict[str, Any] = {
+    "cache_n": CACHED, "prompt_n": FRESH, "prompt_ms": MILLISECONDS, "predicted_n": 1,
+    "prompt_per_token_ms": MILLISECONDS, "prompt_per_second": MILLISECONDS, "predicted_ms": 2.0,
+    "predicted_per_second": 500.0,
+}  # fmt: skip
+OPENAI_USAGE: dict[str, Any] = {
+    "prompt_tokens": ALL, "total_tokens": ALL + 1, "prompt_cache_hit_tokens": CACHED,
+    "prompt_tokens_details": {"cached_tokens": CACHED}, "prompt_time": MILLISECONDS,
+}  # fmt: skip
+RESPONSES_USAGE = {"input_tokens": ALL, "input_tokens_details": {"cached_tokens": CACHED}}
+ANTHROPIC_USAGE = {"input_tokens": FRESH, "cache_read_input_tokens": CACHED}
+LATER: dict[str, Any] = {
+    "timings": TIMINGS, "id_slot": 5, "tokens_cached": CACHED, "x_groq": {"usage": OPENAI_USAGE},
+    "__verbose": {"timings": TIMINGS, "tokens_cached": CACHED, "id_slot": 5},
+    "timings/cache_n": CACHED, "prompt_progress/processed": CACHED,
+}  # fmt: skip
+"""What tells it behind the prompt."""
+PROGRESS = {"total": ALL, "cache": CACHED, "processed": CACHED, "time_ms": MILLISECONDS}
+MORE = LATER | {"prompt_progress": PROGRESS}
+
+
+def telling(value: Any, path: str, more: dict[str, Any]) -> Any:
+    """The JSON of a response or an event, with all that tells what was cached."""
+    if isinstance(value, list):
+        return [telling(one, path, more) for one in value]
+    told = {**value, **more}
+    for holder in (told, told.get("message"), told.get("response")):
+        if isinstance(holder, dict) and isinstance(holder.get("usage"), dict):
+            of_responses = RESPONSES_USAGE if path.endswith("/responses") else OPENAI_USAGE
+            holder["usage"] |= ANTHROPIC_USAGE if path == "/v1/messages" else of_responses
+    return told | ({"tokens_evaluated": ALL} if "tokens_evaluated" in told else {})
+
+
+def telling_event(event: bytes, path: str, more: dict[str, Any]) -> bytes:
+    data = sse.payload(event)
+    if not data.startswith(b"{"):
+        return event
+    return event.replace(data, json.dumps(telling(json.loads(data), path, more)).encode())
+
+
+@asynccontextmanager
+async def telling_site(folder: Path) -> AsyncIterator[Running]:
+    """A gateway over a node that tells in each response what was cached."""
+    kinds: dict[str, Any] = dict.fromkeys(("embeddings", "rerank", "infill", "audio"), True)
+    anew = httpx.Limits(max_keepalive_connections=0)  # The node closes connections behind streams.
+    async with (
+        EmulatedNode(**kinds) as node,
+        httpx.AsyncClient(base_url=node.url, limits=anew, verify=NO_TLS) as own,
+    ):
+
+        async def serve(peer: Peer) -> None:
+            while True:
+                try:
+                    head, _, data = (await peer.request()).partition(b"\r\n\r\n")
+                except (asyncio.IncompleteReadError, ConnectionError):
+                    return
+                method, path = head.decode().split(" ")[:2]
+                (kind,) = re.findall(rb"(?i)\r\ncontent-type: (.*)", head) or [b""]
+                # The emulator knows responses by one path.
+                reply = await own.request(
+                    method,
+                    path.replace("/v1/responses", "/responses").replace(
+                        "/responses", "/v1/responses"
+                    ),
+                    content=data,
+                    headers={"content-type": kind.strip()},
+                )
+                said = reply.content
+                if method == "POST" and reply.headers["content-type"] == "text/event-stream":
+                    first, *others = sse.split(said)
+                    events = [telling_event(one, path, LATER) for one in others]
+                    said = b"".join([telling_event(first, path, MORE), *events])
+                elif method == "POST":
+                    said = json.dumps(telling(reply.json(), path, MORE)).encode()
+                await peer.say(
+                    b"HTTP/1.1 %d X\r\nContent-Type: %b\r\nContent-Length: %d\r\n"
+                    b"openai-processing-ms: %d\r\nopenai-model: demo\r\n"
+                    b"anthropic-ratelimit-input-tokens-remaining: %d\r\n\r\n%b"
+                    % (reply.status_code, reply.headers["content-type"].encode(), len(said),
+                       MILLISECONDS, FRESH, said)
+                )  # fmt: skip
+
+        async with raw_server(serve) as server:
+            keys = [
+                {"id": HIDDEN.id, "sha256": HIDDEN.sha256, "group": "tenants"},
+                {
+                    "id": SEEN.id,
+                    "sha256": SEEN.sha256,
+                    "cache": {"hide": False},
+                    "group": "tenants",
+                },
+            ]
+            groups = {"tenants": {"cache": {"hide": True}}}
+            settings = {"keys": keys, "groups": groups, "ollama": True, "heartbeat": 0.01}
+            endpoints = ["chat", "embeddings", "rerank", "infill", "audio", "vision"]
+            spec = {"name": "a", "url": f"http://127.0.0.1:{server.port}", "endpoints": endpoints}
+            async with running_gateway(folder, [spec], settings) as running:
+                yield running
+
+
+async def asked_by(site: Running, key: ApiKey, path: str, **more: Any) -> httpx.Response:
+    headers = {"authorization": f"Bearer {key.text}", "x-gateway-progress": "1"}
+    if OPEN[path].multipart:
+        reply = await site.client.post(path, files=FORM, headers=headers)
+    else:
+        body = OLLAMA.get(path) or BODIES.get(OPEN[path].prompt_field or "", {"content": TEXT})
+        sent = {"model": "demo", "stream": False, **body, **more}
+        reply = await site.client.post(path, json=sent, headers=headers)
+    assert reply.status_code == 200, reply.text
+    return reply
+
+
+def told_by(reply: httpx.Response) -> list[str]:
+    whole = f"{reply.text} {reply.headers}"
+    return [text for text in TELLING if text in whole]
+
+
+def asked_of(path: str) -> list[dict[str, Any]]:
+    """What is asked for beside the prompt, one request each."""
+    found: list[dict[str, Any]] = [{}]
+    if OPEN[path].generates:
+        found.append({"stream": True})
+    if OPEN[path].api.progress_fields is not None:
+        found.append({"stream": True, "return_progress": True})
+    if OPEN[path].api.merger is not None:
+        found += [{"prompt": [TEXT, TEXT]}, {"prompt": [TEXT, TEXT], "stream": True}]
+    return found
+
+
+ASKED = [(path, more) for path in OPEN if OPEN[path].takes_slot for more in asked_of(path)]
+
+
+async def test_every_path_hides_what_was_cached_and_only_where_it_must(tmp_path: Path) -> None:
+    async with telling_site(tmp_path) as site:
+        telling = set()
+        for path, more in ASKED:
+            hidden = await asked_by(site, HIDDEN, path, **more)
+            assert told_by(hidden) == [], (path, more)
+            seen = await asked_by(site, SEEN, path, **more)
+            assert hidden.headers["content-type"] == seen.headers["content-type"]
+            if OPEN[path].generates and not more:
+                assert str(ALL) in hidden.text, "the prompt's tokens are still told"
+            if told_by(seen):
+                telling.add(path)
+        assert {path for path, _ in ASKED} - telling <= {"/api/embed", "/api/embeddings"}
+        path = "/v1/embeddings"
+        hidden, seen = await asked_by(site, HIDDEN, path), await asked_by(site, SEEN, path)
+        own = set(seen.headers) - set(hidden.headers)
+        assert own == {"openai-processing-ms", "anthropic-ratelimit-input-tokens-remaining"}
+        for path, route in OPEN.items():
+            if not (route.takes_slot or path == "/v1/responses/input_tokens"):
+                assert "cache_n" in (await asked_by(site, HIDDEN, path)).text
+
+
+CALM: dict[str, Any] = {"health": {"interval": 30}, "heartbeat": "off"}
+CALM |= {"logging": {"access": False}}
+NUMBERS = itertools.count()
+
+
+async def ask(running: Running, tokens: int, text: str = "word", **headers: str) -> httpx.Response:
+    """Send a prompt that no other request has sent."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    messages = [{"role": "user", "content": f"{next(NUMBERS)} {text}"}]
+    body = {"messages": messages, "max_tokens": tokens}
+    reply = await running.client.post(CHAT, json=body, headers=named)
+    assert reply.status_code in {200, 429}
+    return reply
+
+
+@asynccontextmanager
+async def a_site(folder: Path, *nodes: EmulatedNode, **settings: Any) -> AsyncIterator[Running]:
+    async with running_gateway(folder, nodes, {**CALM, **settings}) as running:
+        yield running
+        await until(lambda: not running.held(), seen=running.held)
+        board = running.gateway.scheduler.dispatcher.placement_state
+        assert all(row.ours == 0 and not row.running for row in board.rows)
+
+
+async def ended(tasks: list[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_reload_applies_to_queued_requests_too(tmp_path: Path) -> None:
+    key, node = new_key(), EmulatedNode(slots=4, decode_tps=20, answer_tokens=3000)
+    async with a_site(tmp_path, node) as running:
+        scheduler = running.gateway.scheduler
+
+        def begin() -> list[asyncio.Task[Any]]:
+            return [asyncio.create_task(ask(running, 3000, x_priority="batch")) for _ in range(3)]
+
+        def queued() -> tuple[int, int]:
+            return len(scheduler.queue_positions()), node.busy
+
+        tasks = begin()
+        await until(lambda: queued() == (0, 3))
+        classes = {"batch": {"reserve_slots": 0.25, "queue_share": 1, "patience": "7s"}}
+        queue = {"max": 3, "latest_wins": False}
+        keys = [{"id": key.id, "sha256": key.sha256, "trust_user_headers": True}]
+        more = {"queue": queue, "classes": classes, "keys": keys, "allow_anonymous": True}
+        running.write_settings({**CALM, **more, "prompts": {"volatile": ["Today is "]}})
+        await until(lambda: scheduler.dispatcher.rules.overdue_after[Priority.BATCH] == 7.0)
+        # The fourth slot is reserved from now on, and three may wait.
+        tasks += begin()
+        await until(lambda: queued() == (3, 3))
+        full = await ask(running, 1, x_priority="batch")
+        assert (full.status_code, full.headers["x-gateway-reason"]) == (429, "queue_full")
+        running.write_settings({**CALM, "policy": "nothing"})
+        await until(lambda: running.gateway.config_files.settings_error is not None)
+        assert "least_finish" in str(running.gateway.config_files.settings_error)
+        assert scheduler.dispatcher.rules.overdue_after[Priority.BATCH] == 7.0
+        # Without the reserve the queued requests run.
+        running.write_settings(CALM)
+        await until(lambda: queued() == (2, 4))
+        await ended(tasks)
+
+
+@in_virtual_time
+async def test_a_conversation_stays_on_the_node_of_its_first_message(tmp_path: Path) -> None:
+    nodes = [
+        EmulatedNode(slots=2, prefill_tps=2000.0, decode_tps=400.0, cache_ram=1 << 20)
+        for _ in range(4)
+    ]
+    # What tells them apart is at the beginning, so that conversations share no prefix.
+    talks: list[list[dict[str, str]]] = [
+        [{"role": "system", "content": f"{number}: " + "You answer at length and with care. " * 60}]
+        for number in range(8)
+    ]
+    async with a_site(tmp_path, *nodes) as running:
+
+        async def turn(messages: list[dict[str, str]]) -> tuple[str, int]:
+            """Send one more message; its node, and the prompt tokens that this had cached."""
+            messages.append({"role": "user", "content": "More about it."})
+            reply = await running.client.post(CHAT, json={"messages": messages, "max_tokens": 20})
+            answer = reply.json()
+            messages.append(answer["choices"][0]["message"])
+            details = answer["usage"].get("prompt_tokens_details", {})
+            return reply.headers["x-gateway-node"], details.get("cached_tokens", 0)
+
+        homes = [node for node, _ in await asyncio.gather(*map(turn, talks))]
+        assert Counter(homes) == {f"node-{number}": 2 for number in range(4)}
+        for _ in range(3):
+            found = await asyncio.gather(*map(turn, talks))
+            assert [node for node, _ in found] == homes
+            assert all(cached > 200 for _, cached in found)
+
+
+@in_virtual_time
+async def test_a_session_named_by_a_header_keeps_its_node(tmp_path: Path) -> None:
+    """Though nothing in its prompts connects them."""
+    nodes = [EmulatedNode(slots=2, prefill_tps=1000.0, decode_tps=50.0) for _ in range(4)]
+    async with a_site(tmp_path, *nodes) as running:
+
+        async def node_of(name: str) -> str:
+            reply = await ask(running, 8, name, x_openwebui_chat_id=name)
+            return reply.headers["x-gateway-node"]
+
+        names = [f"chat-{number}" for number in range(6)]
+        homes = await asyncio.gather(*map(node_of, names))
+        assert len(set(homes)) > 1
+        for _ in range(3):
+            assert [await node_of(name) for name in names] == homes

@@ -60,7 +60,7 @@ async def gateway_with_keys(**more: Any) -> AsyncIterator[tuple[BareGateway, tup
             **more,
         }
         spec = a_spec(NODE, node.url, labels={"rack": "rack-nobody-knows"}, cost_per_hour=0.77)
-        async with bare_gateway(spec, settings=settings, serving=True) as gateway:
+        async with bare_gateway(spec, settings=settings) as gateway:
             secrets = (
                 NODE, MODEL, OTHER_MODEL, "holder-nobody-knows", "rack-nobody-knows", "b7777",
                 node.url.rpartition(":")[2], GATEWAY_VERSION, __version__, "0.77",
@@ -69,10 +69,14 @@ async def gateway_with_keys(**more: Any) -> AsyncIterator[tuple[BareGateway, tup
             yield gateway, secrets
 
 
-def filled(path: str) -> str:
-    path = path.replace("{file:path}", "unknown.js")
-    path = path.replace("/nodes/{name:path}", f"/nodes/{NODE}").replace("{name}", NODE)
-    return path.replace("{id:path}", MODEL).replace("{id}", MODEL)
+def filled(
+    path: str, node: str = NODE, name: str = NODE, request: str = MODEL, batch: str = MODEL,
+    file: str = "unknown.js",
+) -> str:  # fmt: skip
+    """The path with these in the places of its parameters."""
+    path = path.replace("/nodes/{name:path}", f"/nodes/{node}").replace("{name}", name)
+    path = path.replace("{id:path}", request).replace("{id}", batch)
+    return path.replace("{file:path}", file)
 
 
 def bearer(key: str | None) -> dict[str, str]:
@@ -143,7 +147,7 @@ async def test_the_public_listener_without_a_key(key: str | None) -> None:
                     method, filled(path).replace(MODEL, "x"), headers=bearer(key), json={}
                 )
                 if path == CALLER_PAGE and method in {"GET", "HEAD"}:
-                    # The same bytes for everybody: test_caller_page.py.
+                    # The same bytes for everybody: test_site.py.
                     assert response.status_code == 200, why
                     assert [word for word in secrets if word in response.text] == [], why
                     continue
@@ -343,12 +347,13 @@ async def test_what_a_role_reads_names_nobody_that_it_may_not_know(tmp_path: Pat
             headers=bearer(CALLER.text) | {"x-user-id": "user-nobody-knows"},
         )
         assert chat.status_code == 200
-        batch = await client.post(
+        made_batch = await client.post(
             "/admin/batches?key=caller",
             data={"purpose": "batch"},
             files={"file": ("in.jsonl", b'{"custom_id": "words-nobody-knows"}')},
             headers=as_admin,
         )
+        request, batch = chat.headers["x-request-id"], made_batch.json()["id"]
         ledger = running.gateway.ledger
         assert ledger is not None
         await until(lambda: ledger.written >= 1)
@@ -360,11 +365,7 @@ async def test_what_a_role_reads_names_nobody_that_it_may_not_know(tmp_path: Pat
                     continue
                 if route.path in CALLERS_TEXT:
                     continue
-                path = route.path.replace("/nodes/{name:path}", "/nodes/node-0")
-                path = path.replace("{name}", "stored-nobody-knows")
-                path = path.replace("{id:path}", chat.headers["x-request-id"])
-                path = path.replace("{id}", batch.json()["id"])
-                path = path.replace("{file:path}", "app.js")
+                path = filled(route.path, "node-0", "stored-nobody-knows", request, batch, "app.js")
                 question = QUESTIONS.get(path, "")
                 response = await client.get(path + question, headers=bearer(key.text))
                 assert response.status_code == 200, path

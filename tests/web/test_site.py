@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,17 @@ import httpx
 import pytest
 from starlette.routing import Route
 
+from gateway.admin.app import CALLER_PAGE_FILES, STATIC_FOLDER
 from gateway.callers.keys import ApiKey, new_key
 from gateway.request.routes import ROUTES
-from gateway.web.asgi import asgi_app
-from gateway.web.site import suggest_path
+from gateway.web.asgi import STEP_SECONDS, asgi_app, json_of_rows
+from gateway.web.site import SECURITY_HEADERS, suggest_path
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
-from tests.gateways import Running, running_gateway
+from tests.gateways import Running, running_gateway, until
 from tests.nodes.build import a_spec
-from tests.web.bare_gateway import CHAT, BareGateway, bare_gateway, client, error_of
+from tests.virtual import in_virtual_time
+from tests.web.bare_gateway import CHAT, BareGateway, bare_gateway, error_of
 
 DEAD = "http://127.0.0.1:9"
 
@@ -127,18 +130,6 @@ async def test_models_and_readiness_are_503_until_the_first_probes_are_done(path
             assert (await gateway.public.get(path)).status_code == 200
 
 
-async def test_while_a_node_may_yet_serve_a_model_it_is_503() -> None:
-    async with EmulatedNode() as node:
-        node.loading = True
-        async with bare_gateway(a_spec("a", node.url)) as gateway:
-            response = await gateway.public.get("/v1/models/demo")
-            assert (response.status_code, error_of(response)["code"]) == (503, "no_node")
-            assert "'a' is loading" in error_of(response)["message"]
-            node.loading = False
-            await gateway.until(lambda: gateway.fleet.model_index.serves("demo"))
-            assert (await gateway.public.get("/v1/models/demo")).status_code == 200
-
-
 async def test_props_contain_sizes_but_no_path_and_no_template() -> None:
     async with (
         EmulatedNode(context=8192, slots=3, model="other") as large,
@@ -160,20 +151,6 @@ async def test_props_contain_sizes_but_no_path_and_no_template() -> None:
         "modalities": {"vision": False, "audio": False, "video": False},
     }
     assert (unknown.status_code, error_of(unknown)["code"]) == (404, "model_not_found")
-
-
-async def test_own_paths_accept_get_and_head_and_those_of_nodes_post_alone() -> None:
-    own = ("/v1/models", "/v1/models/demo", "/models", "/props", "/health", "/ready")
-    accepted = dict.fromkeys(own, "GET, HEAD") | dict.fromkeys(ROUTES, "POST")
-    async with bare_gateway(EmulatedNode()) as gateway:
-        for path, methods in accepted.items():
-            for method in ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
-                response = await gateway.public.request(method, path)
-                if method in methods.split(", "):
-                    assert response.status_code == 200 or path in ROUTES, path
-                    continue
-                assert (response.status_code, response.headers["allow"]) == (405, methods), path
-                assert response.headers["x-gateway-reason"] == "method_not_allowed"
 
 
 async def test_errors_of_anthropics_paths_and_their_like_have_its_form() -> None:
@@ -210,22 +187,21 @@ def test_the_suggestion_names_the_path_that_was_meant(path: str, use: str) -> No
     assert f"Use {use}:" in suggest_path(path) or f"Use {use} at" in suggest_path(path)
 
 
-def test_a_suggestion_for_a_path_like_none_names_those_served_and_repeats_nothing_of_it() -> None:
-    for path in ("/", "/v1", "/v1/images/generations"):
-        assert suggest_path(path).startswith(f"Served are {CHAT}, ")
-    assert "other people's requests" in suggest_path("/slots")
-    assert "'ollama' turns it on" in suggest_path("/api/chat")
-    assert suggest_path("/api//chat/", ollama=True) == "Use /api/chat."
-    for path in ("/" * 100_000, "/v1" * 50_000, "/openai/deployments/" + "a/" * 50_000):
-        assert len(suggest_path(path)) < 400
-
-
-async def test_a_404_contains_the_suggestion() -> None:
+async def test_a_404_contains_the_suggestion_and_repeats_nothing_of_the_path() -> None:
+    served = f"Served are {CHAT}, "
     async with bare_gateway() as gateway:
-        for path in ("/v1/v1/chat/completions", "/openai/deployments/gpt/chat/completions?a=b"):
+        for path, said in (
+            ("/v1/v1/chat/completions", f"Use {CHAT}"), ("/v1/images/generations", served),
+            ("/openai/deployments/gpt/chat/completions?a=b", f"Use {CHAT}"),
+            ("/slots", "other people's requests"),
+            ("/v1/" * 500, served),
+        ):  # fmt: skip
             response = await gateway.public.post(path, json={})
             assert response.status_code == 404
-            assert suggest_path(path.partition("?")[0]) in error_of(response)["message"]
+            assert said in error_of(response)["message"]
+            assert len(error_of(response)["message"]) < 400
+    assert "'ollama' turns it on" in suggest_path("/api/chat")
+    assert suggest_path("/api//chat/", ollama=True) == "Use /api/chat."
 
 
 PROMPT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
@@ -331,7 +307,6 @@ async def test_a_full_fleet_is_ready_while_requests_can_be_queued(places: int) -
     async with bare_gateway(
         node := EmulatedNode(slots=1, decode_tps=5),
         settings={"queue": {"max": places}},
-        serving=True,
     ) as gateway:
         assert (await gateway.public.get("/ready")).status_code == 200
         running = asyncio.create_task(gateway.chat())
@@ -342,17 +317,6 @@ async def test_a_full_fleet_is_ready_while_requests_can_be_queued(places: int) -
             assert await unready(gateway) == "queue_full"
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-
-
-async def test_every_response_has_the_clients_id_or_a_new_one() -> None:
-    async with bare_gateway() as gateway:
-        for path in ("/v1/models", "/health", "/nothing", "/v1/completions"):
-            own = await gateway.public.get(path, headers={"x-request-id": "trace-1"})
-            first = await gateway.public.get(path, headers={"x-request-id": "not sane"})
-            second = await gateway.public.get(path)
-            assert own.headers["x-request-id"] == "trace-1"
-            assert first.headers["x-request-id"] != second.headers["x-request-id"]
-            assert first.headers["x-request-id"].startswith("req_")
 
 
 async def test_an_internal_error_has_the_same_form_and_is_raised_again() -> None:
@@ -366,6 +330,82 @@ async def test_an_internal_error_has_the_same_form_and_is_raised_again() -> None
     assert (response.status_code, error_of(response)["code"]) == (500, "internal_error")
     assert "secret" not in response.text
     assert response.headers["x-request-id"] == "an-id"
-    async with client(app) as asking:
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as asking:
         with pytest.raises(RuntimeError):
             await asking.get("/")
+
+
+async def test_other_work_runs_between_the_rows_of_a_large_response() -> None:
+    turns = 0
+
+    async def other_work() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    def slow_row(number: int) -> int:
+        until = time.perf_counter() + STEP_SECONDS
+        while time.perf_counter() < until:
+            pass
+        return number
+
+    other = asyncio.create_task(other_work())
+    await json_of_rows("rows", range(5), slow_row)
+    other.cancel()
+    assert turns >= 4
+
+
+NODE = a_spec("a", "http://127.0.0.1:9")
+KEY = new_key("alice")
+KEYED = {"keys": [{"id": KEY.id, "sha256": KEY.sha256}]}
+ON = {"listen": {"caller_page": True}}
+
+
+@in_virtual_time
+async def test_the_page_is_off_by_default_and_its_path_says_what_turns_it_on() -> None:
+    async with bare_gateway(NODE) as gateway:
+        for path in ("/me", "/me/", "/me/me.js", "/me/index.html"):
+            assert (await gateway.public.get(path)).status_code == 404, path
+        message = error_of(await gateway.public.get("/me"))["message"]
+        assert "'listen.caller_page' turns it on" in message
+
+
+@in_virtual_time
+async def test_page_and_files_need_no_key_and_come_under_the_policy_of_the_dashboard() -> None:
+    async with bare_gateway(NODE, settings=KEYED | ON) as gateway:
+        assert (await gateway.public.get("/v1/usage")).status_code == 401
+        for path in ("/me", *(f"/me/{name}" for name in CALLER_PAGE_FILES)):
+            response = await gateway.public.get(path)
+            assert response.status_code == 200, path
+            assert {name: response.headers[name] for name in SECURITY_HEADERS} == SECURITY_HEADERS
+            assert "set-cookie" not in response.headers
+            head = await gateway.public.head(path)
+            assert (head.status_code, head.content) == (200, b"")
+            assert head.headers["content-length"] == str(len(response.content))
+            held = {"if-none-match": response.headers["etag"]}
+            again = await gateway.public.get(path, headers=held)
+            assert (again.status_code, again.content) == (304, b"")
+            refused = await gateway.public.post(path, content=b"x")
+            assert (refused.status_code, refused.headers["allow"]) == (405, "GET, HEAD")
+        page = await gateway.public.get("/me")
+        assert page.headers["content-type"] == "text/html; charset=utf-8"
+        assert page.content == (STATIC_FOLDER / "me.html").read_bytes()
+
+
+@in_virtual_time
+async def test_no_other_file_is_served() -> None:
+    async with bare_gateway(NODE, settings=ON) as gateway:
+        for name in ("", "app.js", "index.html", "stream.js", "../index.html", "..%2fapp.js",
+                     "%2e%2e/app.py", "me.js/", "vendor/SHA256SUMS", "ME.JS"):  # fmt: skip
+            assert (await gateway.public.get(f"/me/{name}")).status_code == 404, name
+
+
+async def test_a_reload_turns_it_on_and_off(tmp_path: Path) -> None:
+    async with running_gateway(tmp_path, [EmulatedNode()]) as running:
+        for settings, status in ((ON, 200), ({}, 404)):
+            running.write_settings(settings)
+            listen = bool(settings)
+            await until(lambda: running.gateway.settings.listen.caller_page is listen)  # noqa: B023
+            assert (await running.client.get("/me")).status_code == status

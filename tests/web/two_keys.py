@@ -13,7 +13,9 @@ from openai import AsyncOpenAI
 
 from gateway.callers.keys import ApiKey, new_key
 from gateway.stored.folder import ID_FILE
+from tests.gateway_processes import Succession
 from tests.gateways import Running, running_gateway
+from tests.web.bare_gateway import error_of
 
 DEAD = "http://127.0.0.1:9"
 ALICE, BOB = new_key("alice"), new_key("bob")
@@ -29,7 +31,7 @@ async def gateway(folder: Path, **settings: Any) -> AsyncIterator[Running]:
         yield running
 
 
-def client(running: Running, key: ApiKey | None = ALICE) -> AsyncOpenAI:
+def client(running: Running | Succession, key: ApiKey | None = ALICE) -> AsyncOpenAI:
     return AsyncOpenAI(
         base_url=f"{running.url}/v1",
         api_key="none" if key is None else key.text,
@@ -46,10 +48,7 @@ def kept(folder: Path) -> list[str]:
 
 def reason(response: httpx.Response) -> tuple[int, str]:
     """Status and code of an error in OpenAI's form."""
-    error = response.json()["error"]
-    assert set(error) >= {"message", "type", "param", "code"}
-    assert error["code"] == response.headers["x-gateway-reason"]
-    return response.status_code, error["code"]
+    return response.status_code, error_of(response)["code"]
 
 
 @asynccontextmanager
