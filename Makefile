@@ -84,7 +84,7 @@ chaos: $(VENV)/.test ## inject seeded faults under load, run after run: ARGS="--
 drill: $(VENV)/.test ## run three gateways as one behind HAProxy through faults (root): ARGS="--faults all --json FILE"
 	@$(BIN)/python -m tests.cluster.drill $(ARGS)
 
-soak: $(VENV)/.test ## run streams for an hour; memory must be flat: ARGS="--minutes 60 --streams 2000 --plot soak.png"
+soak: $(VENV)/.test ## run streams for an hour; memory must be flat: ARGS="--minutes 60 --streams 2000"
 	@$(BIN)/python -m tests.chaos.soak $(ARGS)
 
 fuzz: $(VENV)/.dev ## fuzz what reads strangers' bytes: ARGS="--runs 1000000 --only head", ARGS="--cases 50000 --only api"

@@ -1,9 +1,10 @@
 """`python -m tests.chaos.slow_clients`: 10,000 slow clients cost the others nothing.
 
 One gateway process, 10,000 clients of 200 loopback addresses that send their head, send their body
-or read their stream as slowly as they can (`slow_crowd.py`), and beside them healthy clients of
-other addresses, whose every request must succeed. The healthy ones are measured alone first. The
-memory of the gateway must stop growing, and when the slow clients have left, its descriptors too.
+or read their stream as slowly as they can and come back as soon as they are disconnected, and
+beside them healthy clients of other addresses, whose every request must succeed. The healthy ones
+are measured alone first. The memory of the gateway must stop growing, and when the slow clients
+have left, its descriptors too.
 
 Each process needs as many open files as there are clients and 2,000 more (`ulimit -Hn`); the
 gateway eight for every five of `--connections`, else it lowers that limit and says so in its log.
@@ -15,14 +16,19 @@ import argparse
 import asyncio
 import itertools
 import json
+import multiprocessing
+import random
 import statistics
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import uvloop
@@ -30,11 +36,10 @@ import uvloop
 from gateway.system import raise_open_file_limit
 from tests.bench import node_replies
 from tests.bench.load import Address
-from tests.bench.scenarios import CHAT, EMBEDDED, EMBEDDINGS, chat_body, quantile
+from tests.bench.scenarios import CHAT, EMBEDDED, EMBEDDINGS, chat, chat_body, post, quantile
 from tests.bench.targets import TARGETS, gateway, running
 from tests.bench.upstream import Script, Upstream
 from tests.chaos.client import Client, ReceivedResponse
-from tests.chaos.slow_crowd import CrowdOptions, CrowdProcess, CrowdTotals
 from tests.chaos.trend import trend
 from tests.known import known
 
@@ -44,6 +49,127 @@ REQUEST_LIMIT = 30.0  # seconds after which a healthy client's request is lost
 PERIOD = 0.2  # seconds from one request of a healthy client to its next
 FILES_BESIDE = 2000
 CORE = 0  # that the gateway runs on
+KINDS = ("head", "body", "read")  # what a slow client is slow in
+BODY_BYTES, BODY_STEP = 1_000_000, 100
+READ_STEP = 4096  # bytes
+BACK_AFTER = 1.0  # seconds until a client that was disconnected or refused connects again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How many clients, how slow they are, and for how long. Times in seconds."""
+
+    minutes: float = 5.0  # after all have connected
+    clients: int = 10_000  # slow ones
+    connections: int = 12_000  # `limits.connections`
+    addresses: int = 200  # that the slow ones have
+    healthy: int = 20  # clients, an address each
+    ramp: float = 40.0  # in which the slow ones connect
+    pause: float = 4.0  # between two bytes
+    alone: float = 30.0  # without slow clients
+    settle: float = 10.0  # after they have left
+    every: float = 5.0  # between samples
+
+
+def _source(number: int) -> str:
+    """A loopback address for a slow client: 127.0.0.2, 127.0.0.3 and so on."""
+    number += 2
+    return f"127.0.{number // 250}.{number % 250 + (number >= 250)}"
+
+
+class Crowd:
+    """The slow clients, in a process of their own, so that their work delays no other client."""
+
+    def __init__(self, url: str, plan: Plan) -> None:
+        self._url, self._plan = url, plan
+        self._rng = random.Random(7)
+        self.totals: Counter[str] = Counter()
+        """Connections that are `open`, were `connected` and were `not connected`, the `bytes`
+        that were read, and responses by kind and status, as `head 408`."""
+
+    async def client(self, number: int) -> None:
+        """One client, which always comes back."""
+        kind = KINDS[number % len(KINDS)]
+        source = _source(number // len(KINDS) % self._plan.addresses)
+        await asyncio.sleep(self._plan.ramp * number / self._plan.clients)
+        while True:
+            async with Client(self._url, slow=kind == "read", source=source) as connecting:
+                try:
+                    async with asyncio.timeout(30):
+                        reader, writer = await connecting.connected()
+                    self.totals.update(("connected", "open"))
+                except OSError:
+                    self.totals["not connected"] += 1
+                else:
+                    with suppress(OSError):
+                        await self._be_slow(reader, writer, kind)
+                    self.totals["open"] -= 1
+            await asyncio.sleep(BACK_AFTER * self._rng.uniform(0.5, 1.5))
+
+    async def _be_slow(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kind: str
+    ) -> None:
+        """Send or read a little at a time, until the connection ends."""
+        begun = False
+        for piece in _pieces(kind):
+            writer.write(piece)
+            pause = self._plan.pause * self._rng.uniform(0.5, 1.5)
+            data = b""
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    if not (data := await reader.read(READ_STEP)):
+                        return
+                    if kind == "read":
+                        await asyncio.sleep(pause)
+            self.totals["bytes"] += len(data)
+            if data and not begun:
+                begun = True
+                self.totals[f"{kind} {data[9:12].decode('latin-1')}"] += 1
+
+    async def run(self, pipe: Connection) -> None:
+        """Tell the totals each second, until the other end sends something."""
+        _clients = [asyncio.create_task(self.client(n)) for n in range(self._plan.clients)]
+        while not pipe.poll():
+            pipe.send(self.totals)
+            await asyncio.sleep(1.0)
+
+
+def _pieces(kind: str) -> Iterator[bytes]:
+    request = chat(stream=True)
+    if kind == "head":
+        yield request[:20]
+        yield from (request[at : at + 1] for at in range(20, len(request)))
+    elif kind == "body":
+        length = b"Content-Length: %d" % BODY_BYTES
+        head = post("/v1/chat/completions", b"").replace(b"Content-Length: 0", length)
+        yield head + b'{"messages":[{"role":"user","content":"'
+        yield from itertools.repeat(b"x" * BODY_STEP, BODY_BYTES // BODY_STEP)
+    else:
+        yield request
+        yield from itertools.repeat(b"")
+
+
+def _run_crowd(url: str, plan: Plan, pipe: Connection) -> None:
+    raise_open_file_limit()
+    uvloop.run(Crowd(url, plan).run(pipe))
+
+
+@asynccontextmanager
+async def _crowd(url: str, plan: Plan) -> AsyncIterator[Connection]:
+    """Slow clients at work, and what tells their totals."""
+    context = multiprocessing.get_context("spawn")
+    pipe, other = context.Pipe()
+    process = context.Process(target=_run_crowd, args=(url, plan, other), daemon=True)
+    process.start()
+    other.close()
+    try:
+        yield pipe
+    finally:
+        with suppress(OSError):
+            pipe.send("stop")
+        await asyncio.to_thread(process.join, 30)
+        process.kill()
+        process.join()
 
 
 @dataclass(slots=True)
@@ -59,16 +185,6 @@ class HealthyTotals:
         shares = {"p50_ms": 0.5, "p95_ms": 0.95, "p99_ms": 0.99, "max_ms": 1.0}
         counts = {"requests": len(self.delays) + lost, "streams": self.streams, "lost": lost}
         return counts | {name: round(quantile(delays, share), 1) for name, share in shares.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """The gateway's process at one moment; `slow`: slow clients that are connected."""
-
-    seconds: float
-    rss_mb: float
-    descriptors: int
-    slow: int
 
 
 class HealthyClient(Client):
@@ -105,20 +221,30 @@ def _problem(response: ReceivedResponse, *, stream: bool) -> str:
     return "" if body == node_replies.EMBEDDING else "wrong body"
 
 
+class Sample(NamedTuple):
+    """The gateway's process at one moment; `slow`: slow clients that are connected."""
+
+    seconds: float
+    rss_mb: float
+    descriptors: int
+    slow: int
+
+
 @dataclass(slots=True)
 class SlowClients:
-    options: argparse.Namespace
+    plan: Plan
     alone: HealthyTotals = field(default_factory=HealthyTotals)
     beside: HealthyTotals = field(default_factory=HealthyTotals)
     samples: list[Sample] = field(default_factory=list)
     """Of the gateway before, with and after the slow clients."""
-    crowd: CrowdTotals = field(default_factory=CrowdTotals)
+    crowd: Counter[str] = field(default_factory=Counter)
+    """The totals of the crowd."""
 
     async def run(self) -> int:
         """Measure, and report. Exit status 1 if a healthy request was lost, or memory grows."""
         settings = {
             "queue": {"max": 10000},
-            "limits": {"connections": self.options.connections},
+            "limits": {"connections": self.plan.connections},
             "logging": {"access": False, "level": "warning"},
         }
         target = replace(
@@ -134,47 +260,33 @@ class SlowClients:
         return self._report()
 
     async def _measure(self, address: Address, process: psutil.Process) -> None:
-        options = self.options
-        totals = [HealthyTotals()]
+        plan, totals = self.plan, [HealthyTotals()]
         url = "http://{}:{}".format(*address)
-        sources = [f"127.1.0.{number + 1}" for number in range(options.healthy)]
-        clients = [HealthyClient(url, source=source) for source in sources]
-        healthy = [asyncio.create_task(client.run(totals)) for client in clients]
-        try:
+        async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
+            clients = [HealthyClient(url, source=f"127.1.0.{n + 1}") for n in range(plan.healthy)]
+            for client in clients:
+                await stack.enter_async_context(client)
+            healthy = [group.create_task(client.run(totals)) for client in clients]
             await asyncio.sleep(5.0)
             totals.append(self.alone)
-            await asyncio.sleep(options.alone)
+            await asyncio.sleep(plan.alone)
             self._sample(process, 0.0)
             totals.append(self.beside)
-            crowd = CrowdProcess(
-                CrowdOptions(
-                    *(address, options.clients, options.addresses, options.ramp, options.pause)
-                )
-            )
-            try:
+            async with _crowd(url, plan) as pipe:
                 began, seconds = time.monotonic(), 0.0
-                while seconds < options.ramp + options.minutes * 60:
-                    await asyncio.sleep(options.every)
+                while seconds < plan.ramp + plan.minutes * 60:
+                    await asyncio.sleep(plan.every)
                     seconds = time.monotonic() - began
-                    self.crowd = crowd.poll()
+                    while pipe.poll():
+                        self.crowd = pipe.recv()
                     self._sample(process, seconds)
-                    for task in healthy:
-                        if task.done():
-                            task.result()
-            finally:
-                await asyncio.to_thread(crowd.stop)
-            await asyncio.sleep(options.settle)
+            await asyncio.sleep(plan.settle)
             self._sample(process, seconds)
-        finally:
             for task in healthy:
                 task.cancel()
-            await asyncio.gather(*healthy, return_exceptions=True)
-            for client in clients:
-                client.close()
-            await asyncio.sleep(0)
 
     def _sample(self, process: psutil.Process, seconds: float) -> None:
-        rss, files, slow = process.memory_info().rss / 1e6, process.num_fds(), self.crowd.open
+        rss, files, slow = process.memory_info().rss / 1e6, process.num_fds(), self.crowd["open"]
         self.samples.append(Sample(round(seconds, 1), round(rss, 1), files, slow))
         served, lost = len(self.beside.delays), self.beside.lost.total()
         print(
@@ -185,7 +297,7 @@ class SlowClients:
 
     def _report(self) -> int:
         before, *during, after = self.samples
-        settled = [sample for sample in during if sample.seconds > self.options.ramp]
+        settled = [sample for sample in during if sample.seconds > self.plan.ramp]
         rss = trend([(sample.seconds, sample.rss_mb) for sample in settled])
         most = max(sample.rss_mb for sample in settled)
         slow = statistics.median(sample.slow for sample in settled)
@@ -198,7 +310,7 @@ class SlowClients:
             "rss_mb": {"before": before.rss_mb, "most": most, "after": after.rss_mb},
             "kb_per_slow_client": round(1000 * (most - before.rss_mb) / max(1.0, slow), 1),
             "descriptors": files | {"most": max(sample.descriptors for sample in settled)},
-            "slow_clients": asdict(self.crowd),
+            "slow_clients": self.crowd,
         }
         print(json.dumps(figures, indent=2))
         print(f"memory: {rss}")
@@ -212,32 +324,21 @@ class SlowClients:
         return int(bool(problems))
 
 
-def options_of(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos.slow_clients", description=__doc__)
-    add = parser.add_argument
-    add("--minutes", type=float, default=5.0, help="after all have connected")
-    add("--clients", type=int, default=10_000, help="slow clients")
-    add("--addresses", type=int, default=200, help="addresses that they have")
-    add("--connections", type=int, default=12_000, help="`limits.connections`")
-    add("--healthy", type=int, default=20, help="healthy clients, an address each")
-    add("--ramp", type=float, default=40.0, help="seconds in which they connect")
-    add("--pause", type=float, default=4.0, help="seconds between two bytes")
-    add("--alone", type=float, default=30.0, help="seconds without slow clients")
-    add("--settle", type=float, default=10.0, help="seconds after they have left")
-    add("--every", type=float, default=5.0, help="seconds between samples")
-    return parser.parse_args(words)
-
-
 def main() -> int:
     """Run it. Exit status 2 if this machine allows too few open files."""
-    options = options_of()
-    files, wanted = raise_open_file_limit(), options.clients + FILES_BESIDE
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.slow_clients", description=__doc__)
+    add, usual = parser.add_argument, Plan()
+    add("--minutes", type=float, default=usual.minutes, help="after all have connected")
+    add("--clients", type=int, default=usual.clients, help="slow clients")
+    add("--connections", type=int, default=usual.connections, help="`limits.connections`")
+    plan = Plan(**vars(parser.parse_args()))
+    files, wanted = raise_open_file_limit(), plan.clients + FILES_BESIDE
     if files < wanted:
         print(
             f"{files} open files are too few: raise the hard limit to {wanted}, or --clients less"
         )
         return 2
-    return uvloop.run(SlowClients(options).run())
+    return uvloop.run(SlowClients(plan).run())
 
 
 if __name__ == "__main__":
