@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -83,35 +83,6 @@ def _base(module: Module, node: ast.ImportFrom) -> str:
     parts = module.name.split(".")
     kept = len(parts) - node.level + module.is_package
     return ".".join([*parts[:kept], *([node.module] if node.module else [])])
-
-
-def cycles(edges: Mapping[str, Collection[str]]) -> list[list[str]]:
-    """Strongly connected components of more than one name (Tarjan), each sorted."""
-    index: dict[str, int] = {}
-    lowest: dict[str, int] = {}
-    stack: list[str] = []
-    components = []
-
-    def visit(name: str) -> None:
-        index[name] = lowest[name] = len(index)
-        stack.append(name)
-        for other in sorted(edges.get(name, ())):
-            if other not in index:
-                visit(other)
-                lowest[name] = min(lowest[name], lowest[other])
-            elif other in stack:
-                lowest[name] = min(lowest[name], index[other])
-        if lowest[name] == index[name]:
-            at = stack.index(name)
-            cycle = stack[at:]
-            del stack[at:]
-            if len(cycle) > 1:
-                components.append(sorted(cycle))
-
-    for name in sorted(edges):
-        if name not in index:
-            visit(name)
-    return sorted(components)
 
 
 def shared_class_names(found: Sequence[Module]) -> dict[str, list[str]]:
