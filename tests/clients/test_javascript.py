@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.clients import npm
-from tests.clients.site import FIXED, HELLO, Site, broken_off, busy, running_site, until_busy
+from tests.clients.site import FIXED, HELLO, Site, busy, running_site
 from tests.gateways import until
 from tests.servers import running_demo_servers
 
@@ -49,21 +49,6 @@ async def test_a_response_is_accumulated_from_its_events(script: Path, site: Sit
     assert item["type"] == "function_call"
     assert item["arguments"] == call["deltas"]
     assert item["parsed_arguments"] in ({"city": "paris"}, {"city": "rome"})
-
-
-async def test_an_abort_frees_the_slot(script: Path, tmp_path: Path, narrow_url: str) -> None:
-    async with (
-        running_site(tmp_path, [narrow_url]) as site,
-        npm.running_script(script, f"{site.url}/v1", "abort") as process,
-    ):
-        assert await npm.script_line(process) == b"aborted\n"
-        await until_busy(narrow_url, 0)
-        assert await broken_off(narrow_url)
-        await site.until_idle()
-        [record] = site.records
-        assert (record.status, record.reason) == (499, "client_closed")
-        assert process.returncode is None
-        assert await npm.script_result(process) is None
 
 
 async def test_a_node_that_dies_in_mid_stream_is_an_error(script: Path, tmp_path: Path) -> None:

@@ -11,10 +11,8 @@ import ollama
 import pytest
 import pytest_asyncio
 
-from gateway.events import StreamResumed
 from tests.clients import npm
 from tests.clients.site import FIXED, HELLO, Site, running_site
-from tests.servers import running_demo_servers
 
 pytestmark = [
     pytest.mark.real,
@@ -123,28 +121,6 @@ async def test_embeddings(client: ollama.AsyncClient, embed_node: httpx.AsyncCli
     few = (await client.embed("demo-embed", "stone", dimensions=4)).embeddings[0]
     assert len(few) == 4
     assert sum(value * value for value in few) == pytest.approx(1.0)
-
-
-@pytest.mark.smoke
-async def test_a_stream_goes_on_when_its_server_is_killed(tmp_path: Path) -> None:
-    exact = ("--exact",)
-    with running_demo_servers(2, slots=1, context=16_384, extra=exact) as servers:
-        urls = [server.url for server in servers]
-        async with running_site(tmp_path, urls, SETTINGS) as site:
-            resumed: list[StreamResumed] = []
-            site.gateway.bus.subscribe(StreamResumed, resumed.append)
-            async with ollama.AsyncClient(site.url, trust_env=False) as client:
-                asked: dict[str, Any] = {"options": {**FIXED, "num_predict": 1200}}
-                whole = await client.chat("demo", HELLO, **asked)
-                parts = []
-                async for part in await client.chat("demo", HELLO, **asked, stream=True):
-                    parts.append(part)
-                    if len(parts) == 20:
-                        [served] = [one.attempt for one in site.gateway.registry if one.attempt]
-                        servers[int(served.lease.node.name.removeprefix("node-"))].kill()
-            assert "".join(part.message.content or "" for part in parts) == whole.message.content
-            assert parts[-1].eval_count == whole.eval_count
-            assert [event.resumed_on is not None for event in resumed] == [True]
 
 
 # JavaScript.

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,7 +16,6 @@ from openai import AsyncOpenAI
 from tests.clients.conftest import CONTEXT
 from tests.clients.site import FIXED, HELLO, Site, running_site, until_busy
 from tests.each_case import each_case
-from tests.gateways import until
 from tests.servers import running_demo_servers
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="session")]
@@ -99,31 +95,6 @@ async def test_a_nodes_own_bad_request_passes_through_and_blames_nobody(
     assert site.gateway.fleet.nodes["chat"].failures == 0
 
 
-@pytest.mark.parametrize("streams", [False, True])
-async def test_a_prompt_that_is_too_long_for_one_node_goes_to_a_roomier_one(
-    tmp_path: Path, chat_url: str, narrow_url: str, *, streams: bool
-) -> None:
-    # Letters that form no words have a token each: more than estimated from their number.
-    messages = [{"role": "user", "content": "zq" * 1500}]
-    nodes: list[dict[str, Any]] = [
-        {"name": "small", "url": chat_url, "speed_hint": 10.0},
-        {"name": "roomy", "url": narrow_url},
-    ]
-    async with running_site(tmp_path, nodes) as site, site.openai() as client:
-        raw = await client.chat.completions.with_raw_response.create(
-            **CHAT | {"messages": messages, "stream": streams}
-        )
-        answer: Any = raw.parse()
-        chunks = [chunk async for chunk in answer] if streams else [answer]
-        assert chunks[-1].choices[0].finish_reason == "length"
-        assert raw.headers["x-gateway-attempts"] == "2"
-        assert raw.headers["x-gateway-node"] == "roomy"
-        assert site.gateway.fleet.nodes["small"].failures == 0
-
-
-# Keys.
-
-
 # Errors of the fleet.
 
 
@@ -170,28 +141,6 @@ async def test_of_a_queue(
         assert int(caught.value.response.headers["retry-after"]) >= 1
         assert caught.value.response.headers.get("x-should-retry") == should_retry
         assert [record.status for record in site.records] == [status]
-
-
-async def test_a_request_without_an_answer_in_time_is_not_retried(tmp_path: Path) -> None:
-    with running_demo_servers(1, slots=1, context=16_384) as (server,):
-        async with running_site(tmp_path, [server.url]) as site, site.openai() as client:
-            sent = asyncio.create_task(
-                client.chat.completions.create(**LONG, extra_headers={"X-Request-Timeout": "1"})
-            )
-            await until(
-                lambda: sent.done() or any(in_flight.attempt for in_flight in site.gateway.registry)
-            )
-            os.kill(server.pid, signal.SIGSTOP)  # so that it can't report its slot free
-            try:
-                with pytest.raises(package.InternalServerError) as caught:
-                    await sent
-                assert error_facts(caught.value) == (504, "node_timeout", "node_timeout")
-                assert caught.value.response.headers["x-should-retry"] == "false"
-                assert [record.status for record in site.records] == [504]
-                assert site.gateway.fleet.nodes["node-0"].leased == 1  # it still runs there
-            finally:
-                os.kill(server.pid, signal.SIGCONT)
-            await site.until_idle()
 
 
 # Errors in the middle of a stream.
