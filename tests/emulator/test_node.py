@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.emulator import EmulatedNode, expected_chat_text, expected_text
-from tests.emulator.admin import send_command
-from tests.emulator.compute import Compute
+from tests.emulator.generation import Compute
 from tests.emulator.language_model import WORDS, detokenize, tokenize
 from tests.emulator.on_demand import EmulatedOllama, EmulatedSwap
-from tests.emulator.process import emulator_process
+from tests.emulator.process import emulator_process, send_command
 from tests.emulator.raw_connection import RawConnection, chat, post, raw_connection
 from tests.emulator.routed_model import HostMemory, ModelFile
 from tests.emulator.router import EmulatedRouter
