@@ -21,10 +21,9 @@ import httpx
 from tests.bench.machine import waited_seconds
 from tests.chaos import workload
 from tests.chaos.client import READS_TO_END, Client, ClientBehaviour
-from tests.chaos.fault_injection import FaultInjector
+from tests.chaos.fault_injection import FaultInjector, ScheduledFault, schedule
 from tests.chaos.gateway_worker import GatewayProcess
 from tests.chaos.nodes import ChaosNode, EmulatorProcess, RealServer, busy_slots, reference_answers
-from tests.chaos.schedule import ScheduledFault, schedule
 from tests.chaos.verdict import Verdict, judge
 from tests.chaos.workload import REAL_PROMPTS, WorkloadRequest
 

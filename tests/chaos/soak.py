@@ -12,13 +12,15 @@ import argparse
 import asyncio
 import json
 import random
+import statistics
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +34,6 @@ from tests.bench.scenarios import EMBEDDED, EMBEDDINGS, chat
 from tests.bench.targets import TARGETS, running
 from tests.bench.upstream import Script, Upstream
 from tests.chaos.client import READS_TO_END, Client, ClientBehaviour
-from tests.chaos.trend import trend
 from tests.known import known
 
 NODES, SLOTS = 20, 128  # more slots than it gets streams
@@ -43,6 +44,35 @@ BUCKET_MS = 0.25  # milliseconds to which delays are rounded up
 CORE = 0  # that the gateway runs on
 TOKEN_BYTES = 18  # bytes of text in one stamped token
 FOREVER = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Trend:
+    """A line through samples of (seconds, value); `is_flat` judges its growth."""
+
+    slope: float
+    """Growth of the value in a second: the Theil-Sen estimator, which ignores single spikes."""
+    median: float
+    seconds: float  # time that the line spans
+
+    def is_flat(self, *, share: float, least: float) -> bool:
+        """Whether it grows by at most `share` of its median, or by at most `least`."""
+        return self.slope * self.seconds <= max(share * self.median, least)
+
+    def __str__(self) -> str:
+        growth = self.slope * self.seconds
+        return f"{self.median:.1f}, grown by {growth:+.2f} in the last {self.seconds:.0f} s"
+
+
+def trend(samples: Sequence[tuple[float, float]]) -> Trend:
+    """The trend of the second half of the samples. ValueError for fewer than three."""
+    settled = samples[len(samples) // 2 :]
+    if len(settled) < 2:
+        raise ValueError(f"{len(samples)} samples are too few for a trend")
+    thin = settled[:: max(1, len(settled) // 300)]
+    slopes = [(b - a) / (t - s) for (s, a), (t, b) in combinations(thin, 2) if t > s]
+    median = statistics.median(value for _, value in settled)
+    return Trend(statistics.median(slopes), median, settled[-1][0] - settled[0][0])
 
 
 class Delays(Counter[int]):
