@@ -1,9 +1,7 @@
-"""`python -m tests.chaos.soak --minutes 60`: memory, descriptors and delay over time must be flat.
+"""`python -m tests.chaos.soak --minutes 60`: memory and descriptors over time must be flat.
 
 One gateway process carries streams of 10 tokens/s and a trickle of short requests, some of whose
-clients leave. Each event carries the time at which it was sent, so its delay is known on arrival:
-that of the gateway plus that of this process, which is node and client at once. The delay of this
-process alone is measured first, without the gateway.
+clients leave.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -29,7 +26,6 @@ import uvloop
 
 from tests.bench import node_replies
 from tests.bench.load import Address, Load, StampedConnection
-from tests.bench.machine import waited_seconds
 from tests.bench.scenarios import EMBEDDED, EMBEDDINGS, chat
 from tests.bench.targets import TARGETS, running
 from tests.bench.upstream import Script, Upstream
@@ -39,8 +35,7 @@ from tests.known import known
 NODES, SLOTS = 20, 128  # more slots than it gets streams
 RATE = 10.0  # tokens/s of each stream
 SHORT_RATE = 5.0  # short requests a second
-ALONE, EVERY = 15.0, 5.0  # seconds without the gateway, and between samples
-BUCKET_MS = 0.25  # milliseconds to which delays are rounded up
+EVERY = 5.0  # seconds between samples
 CORE = 0  # that the gateway runs on
 TOKEN_BYTES = 18  # bytes of text in one stamped token
 FOREVER = 10**9
@@ -75,39 +70,25 @@ def trend(samples: Sequence[tuple[float, float]]) -> Trend:
     return Trend(statistics.median(slopes), median, settled[-1][0] - settled[0][0])
 
 
-class Delays(Counter[int]):
-    """How many events had which age on arrival, in buckets."""
-
-    def quantile(self, share: float) -> float:
-        left = share * self.total()
-        for bucket in sorted(self):
-            left -= self[bucket]
-            if left <= 0:
-                return (bucket + 1) * BUCKET_MS
-        return 0.0
-
-
-def taken(load: Load) -> tuple[Delays, int]:
-    """The delays since the last call, and the tokens that the running streams have sent."""
-    delays, tokens = Delays(), 0
+def running_tokens(load: Load) -> int:
+    """The tokens that the running streams have sent."""
+    tokens = 0
     for one in load.connections:
         assert isinstance(one, StampedConnection)
-        delays.update(int(age / 1000 / BUCKET_MS) for _, age in one.ages)
         one.ages.clear()
         tokens += one.length // len(node_replies.stamped_token(0))
-    return delays, tokens
+    return tokens
 
 
 @asynccontextmanager
 async def streams(address: Address, number: int, tokens: int) -> AsyncIterator[Load]:
-    """Run `number` streams at once, each followed by another one; none of them is new."""
+    """Run `number` streams at once, each followed by another one; all of them have begun."""
     ramp, length = max(1.0, number / 300), node_replies.stamped_length(tokens)
     load = Load(address, chat(stream=True), length, crc=True, connection=StampedConnection)
     async with load.connected(number):
         task = asyncio.create_task(load.run(FOREVER, FOREVER, spread=ramp))
         try:
             await asyncio.sleep(ramp)
-            taken(load)
             yield load
         finally:
             task.cancel()
@@ -141,9 +122,6 @@ class Sample(NamedTuple):
     rss_mb: float
     text_mb: float  # text in the transcripts, which the gateway keeps to resume streams elsewhere
     descriptors: int
-    p99_ms: float  # delays of the events since the last sample
-    waited: float
-    """Seconds since the beginning in which the gateway was runnable and others had its core."""
 
     @property
     def beyond_text(self) -> float:
@@ -156,48 +134,43 @@ class Soak:
     streams: int
     stream_seconds: float
     samples: list[Sample] = field(default_factory=list)
-    delays: Delays = field(default_factory=Delays)
-    alone: Delays = field(default_factory=Delays)  # delays without the gateway
     rss_before_mb: float = 0.0
 
     async def run(self) -> int:
         tokens = int(self.stream_seconds * RATE)
         script = Script(tokens, 1 / RATE, stamped=True)
-        async with Upstream(NODES, SLOTS, script) as upstream:
-            async with streams(("127.0.0.1", upstream.ports[0]), self.streams, tokens) as load:
-                await asyncio.sleep(ALONE)
-                self.alone, _ = taken(load)
-            with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-                target = TARGETS["gateway"]
-                async with running(target, Path(folder), upstream.ports, CORE) as gateway:
+        with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+            async with (
+                Upstream(NODES, SLOTS, script) as upstream,
+                running(TARGETS["gateway"], Path(folder), upstream.ports, CORE) as gateway,
+            ):
+                short = ShortRequests("http://{}:{}".format(*gateway.address))
+                async with asyncio.TaskGroup() as group:
+                    asking = group.create_task(short.run())
                     process = psutil.Process(known(gateway.pid))
-                    short = ShortRequests("http://{}:{}".format(*gateway.address))
-                    async with asyncio.TaskGroup() as group:
-                        asking = group.create_task(short.run())
-                        load = await self._measure(gateway.address, process, tokens)
-                        asking.cancel()
+                    load = await self._measure(gateway.address, process, tokens)
+                    asking.cancel()
         return self._report(load, short)
 
     async def _measure(self, address: Address, process: psutil.Process, tokens: int) -> Load:
         await asyncio.sleep(5.0)
         self.rss_before_mb = process.memory_info().rss / 1e6
         async with streams(address, self.streams, tokens) as load:
-            began, waited, seconds = time.monotonic(), waited_seconds(process.pid), 0.0
+            began, seconds = time.monotonic(), 0.0
             while seconds < self.minutes * 60:
                 await asyncio.sleep(EVERY)
                 seconds = time.monotonic() - began
-                delays, written = taken(load)
-                self.delays.update(delays)
-                rss, text = process.memory_info().rss / 1e6, TOKEN_BYTES * written / 1e6
-                p99, others = delays.quantile(0.99), waited_seconds(process.pid) - waited
-                self.samples.append(Sample(seconds, rss, text, process.num_fds(), p99, others))
+                rss, text = (
+                    process.memory_info().rss / 1e6,
+                    TOKEN_BYTES * running_tokens(load) / 1e6,
+                )
+                self.samples.append(Sample(seconds, rss, text, process.num_fds()))
         return load
 
     def _report(self, load: Load, short: ShortRequests) -> int:
         samples, outcome = self.samples, load.outcome
         rss = trend([(s.seconds, s.beyond_text) for s in samples])
         descriptors = trend([(s.seconds, s.descriptors) for s in samples])
-        delay = trend([(s.seconds, s.p99_ms) for s in samples])
 
         def kb_a_stream(mb: float) -> float:
             return round(1000 * mb / self.streams, 1)
@@ -207,7 +180,6 @@ class Soak:
         figures = {
             "minutes": self.minutes,
             "streams": self.streams,
-            "tokens": self.delays.total(),
             "streams_ended": outcome.completed,
             "short_requests": short.sent,
             "clients_that_left": short.clients_left,
@@ -217,16 +189,11 @@ class Soak:
             "most_kb_of_text_per_stream": kb_a_stream(longest.text_mb),
             "kb_per_stream_then": kb_a_stream(longest.rss_mb - self.rss_before_mb),
             "most_kb_per_stream_beyond_text": kb_a_stream(beyond - self.rss_before_mb),
-            "delay_p50_ms": self.delays.quantile(0.5),
-            "delay_p99_ms": self.delays.quantile(0.99),
-            "delay_p99_ms_without_gateway": self.alone.quantile(0.99),
-            "others_had_its_core": round(samples[-1].waited / self.minutes / 60, 3),
         }
         print(json.dumps(figures, indent=2))
-        print(f"memory beyond the text: {rss}\ndescriptors: {descriptors}\ndelay: {delay}")
+        print(f"memory beyond the text: {rss}\ndescriptors: {descriptors}")
         for failure in filter(None, (outcome.first_error, *short.failures[:5])):
             print(f"FAILED: {failure}")
-        # The delay depends on other work on the machine.
         flat = rss.is_flat(share=0.02, least=2.0) and descriptors.is_flat(share=0.02, least=8.0)
         print("flat" if flat else "NOT FLAT")
         return 0 if flat and not figures["failures"] else 1
