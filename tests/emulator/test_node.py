@@ -81,21 +81,6 @@ async def test_a_full_node_withholds_the_head_until_a_slot_is_free() -> None:
 
 
 @in_virtual_time
-async def test_a_stream_s_slot_stays_taken_until_its_prompt_is_read() -> None:
-    async with EmulatedNode(prefill_tps=100) as node, raw_connection(node.url) as wire:
-        await wire.send(post(CHAT, chat("the " * 30)))
-        began = now()
-        await wire.head()
-        assert now() == began
-        await wire.leave()
-        await node.until(lambda: node.connections == 0)
-        assert node.busy == 1
-        await node.until(lambda: node.busy == 0)
-        assert now() - began == pytest.approx(0.4, abs=0.1)
-        assert node.engine.tokens == 0
-
-
-@in_virtual_time
 async def test_a_plain_request_holds_its_slot_to_the_end() -> None:
     async with EmulatedNode(decode_tps=100) as node, raw_connection(node.url) as wire:
         await wire.send(post(CHAT, chat(stream=False, max_tokens=30)))
