@@ -172,23 +172,6 @@ async def stream_of(
     return text
 
 
-async def test_requests_go_on_elsewhere_when_their_model_s_server_is_killed(tmp_path: Path) -> None:
-    async with placed(tmp_path, "ab", 2, *NO_LIMIT) as (seen, found):
-        body = chat("a", "a long story", **GREEDY)
-        whole = await stream_of(seen.client, body)
-        [name] = seen.loaded()
-        router = found[int(name[1]) - 1]
-        assert await stream_of(seen.client, body, lambda: child_of(router, "a").kill()) == whole
-        [name] = seen.loaded()
-        asked = asyncio.create_task(seen.client.post(CHAT, json=body))
-        await until(lambda: any(one.last_content_at for one in seen[name].leases))
-        assert not asked.done()
-        child_of(found[int(name[1]) - 1], "a").kill()
-        answer = await asked
-        assert answer.status_code == 200
-        assert answer.json()["choices"][0]["message"]["content"] == whole
-
-
 async def test_a_model_whose_server_hangs_gets_no_new_requests(tmp_path: Path) -> None:
     quick = {"health": {"timeout": 1, "interval": 2}}
     async with placed(tmp_path, "ab", 2, *NO_LIMIT, settings=quick) as (seen, found):

@@ -12,7 +12,7 @@ from openai import AsyncOpenAI
 
 from gateway.app.assembly import Timings
 from tests.clients.conftest import CONTEXT
-from tests.clients.site import FIXED, HELLO, UNCACHED, Site, running_site, until_busy
+from tests.clients.site import FIXED, HELLO, UNCACHED, Site, running_site
 from tests.each_case import each_case
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="session")]
@@ -87,27 +87,6 @@ async def test_progress_of_a_long_prefill_is_reported(tmp_path: Path, narrow_url
 
 
 _READ = re.compile(rb": prefill percent=(\d+) processed=(\d+) total=(\d+)\n")
-
-
-@pytest.mark.smoke
-async def test_heartbeats_come_while_a_stream_waits(tmp_path: Path, narrow_url: str) -> None:
-    async with running_site(tmp_path, [narrow_url], {"heartbeat": 0.05}) as site:
-        long = CHAT | {"model": "demo", "max_tokens": 15_000, "stream": True}
-        async with site.http.stream("POST", "/v1/chat/completions", json=long) as first:
-            busy = first.aiter_bytes()
-            await anext(busy)
-            short = CHAT | {"model": "demo", "max_tokens": 3, "stream": True}
-            async with site.http.stream("POST", "/v1/chat/completions", json=short) as second:
-                parts = second.aiter_bytes()
-                beats = b"".join([await anext(parts) for _ in range(3)])
-                assert set(beats.split(b"\n")) == {b":", b""}
-                assert b"\n\n" not in beats
-                await first.aclose()
-                rest = b"".join([part async for part in parts])
-        events = rest.lstrip(b":\n")
-        assert events.startswith(b'data: {"choices"')
-        assert events.endswith(b"data: [DONE]\n\n")
-        await until_busy(narrow_url, 0)
 
 
 # Plain answers.
