@@ -287,7 +287,6 @@ class EmulatedNode:
         )
         how = {
             "closing": not request.keep_alive or connection.served >= self.keepalive_requests,
-            "head_only": request.method == "HEAD",
             "closes_streams": self.close_after_stream,
         }
         if fault:
@@ -353,9 +352,7 @@ class EmulatedNode:
         kind = JSON
         if path == "/slots":
             self.active_at = self.clock()  # others of `WAKING` keep nothing awake
-        if request.method == "OPTIONS":
-            return 200, b"", "text/html"
-        if request.method in {"GET", "HEAD"}:
+        if request.method == "GET":
             if path == "/metrics":
                 return 200, info_endpoints.metrics(self).encode(), "text/plain; version=0.0.4"
             if path in info_endpoints.GETS:

@@ -303,14 +303,10 @@ async def test_a_server_with_a_key_answers_alike(tmp_path: Path) -> None:
 async def test_a_busy_slot_is_shown_alike() -> None:
     node = EmulatedNode(slots=1, context=16_128, decode_tps=100)
     async with beside(node, slots=1, context=16_128) as pair:
-        assert (await alike(pair, "GET", "/slots?fail_on_no_slot=1")).status_code == 200
         for client in pair:
             async with client.stream("POST", CHAT, json=chat(**ENDLESS)) as running:
                 chunks = running.aiter_raw()  # the stream ends with it
                 await anext(chunks)
-                full = await client.get("/slots?fail_on_no_slot=1")
-                error = {"code": 503, "message": "no slot available", "type": "unavailable_error"}
-                assert (full.status_code, full.json()["error"]) == (503, error)
                 [slot] = (await client.get("/slots")).json()
                 assert slot["is_processing"] is True
                 assert slot["n_prompt_tokens"] > 0
@@ -318,11 +314,6 @@ async def test_a_busy_slot_is_shown_alike() -> None:
                 assert (await client.get("/health")).status_code == 200
                 figures = (await client.get("/metrics")).text
                 assert "llamacpp:requests_processing 1\n" in figures
-
-            async def idle(client: httpx.AsyncClient = client) -> bool | None:
-                return (await client.get("/slots?fail_on_no_slot=1")).status_code == 200 or None
-
-            await eventually(idle)
 
 
 async def test_a_server_that_loads_its_model_says_so_on_every_path() -> None:
