@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from tests.clients import npm
-from tests.clients.site import FIXED, HELLO, Site, running_site
+from tests.clients.site import FIXED, HELLO, Site
 
 pytestmark = [
     pytest.mark.real,
@@ -21,14 +21,6 @@ pytestmark = [
 ]
 
 OPTIONS = {"num_predict": 24, **FIXED}
-SETTINGS: dict[str, Any] = {
-    "ollama": True,
-    "default_model": "demo",
-    "models": {
-        # Ollama's API has no way to require a tool, and the demo model calls none by itself.
-        "caller": {"use": "demo", "set": {"tool_choice": "required"}},
-    },
-}
 
 
 def weather(city: str) -> str:
@@ -38,22 +30,6 @@ def weather(city: str) -> str:
       city: The city's name
     """
     return f"rain in {city}"
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def shared_ollama(
-    chat_url: str, embedder_url: str, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Site]:
-    nodes = [{"name": "chat", "url": chat_url}, {"name": "embed", "url": embedder_url}]
-    async with running_site(tmp_path_factory.mktemp("ollama"), nodes, SETTINGS) as site:
-        yield site
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def site(shared_ollama: Site) -> AsyncIterator[Site]:
-    shared_ollama.records.clear()
-    yield shared_ollama
-    await shared_ollama.until_idle()
 
 
 @pytest_asyncio.fixture(loop_scope="session")

@@ -235,7 +235,7 @@ async def test_properties_show_sizes_and_nothing_else(
     }
 
 
-@each_case("path", ["/slots", "/metrics", "/slots/0", "/lora-adapters", "/"])
+@each_case("path", ["/slots", "/metrics", "/slots/0", "/lora-adapters"])
 async def test_no_other_path_reaches_a_node(site: Site, path: str) -> None:
     for method in ("GET", "POST"):
         answer = await site.http.request(method, path)
