@@ -172,22 +172,6 @@ async def stream_of(
     return text
 
 
-async def test_a_model_whose_server_hangs_gets_no_new_requests(tmp_path: Path) -> None:
-    quick = {"health": {"timeout": 1, "interval": 2}}
-    async with placed(tmp_path, "ab", 2, *NO_LIMIT, settings=quick) as (seen, found):
-        assert (await seen.client.post(CHAT, json=chat("a"))).status_code == 200
-        [name] = seen.loaded()
-        child = child_of(found[int(name[1]) - 1], "a")
-        child.suspend()
-        caught = asyncio.create_task(seen.client.post(CHAT, json=chat("a")))
-        await seen.until_state(name, NodeState.MUTE, limit=12.0)
-        answer = await seen.client.post(CHAT, json=chat("a"))
-        assert answer.headers["x-gateway-node"] != name
-        child.resume()
-        assert (await caught).status_code == 200
-        await seen.until_state(name, NodeState.READY, limit=12.0)
-
-
 async def test_a_model_s_server_that_hangs_for_good_is_ended_and_loaded_anew(
     tmp_path: Path,
 ) -> None:

@@ -1,9 +1,8 @@
-"""The official `ollama` clients for Python and JavaScript, unmodified, over real servers."""
+"""The official `ollama` client, unmodified, over real servers."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,7 +10,6 @@ import ollama
 import pytest
 import pytest_asyncio
 
-from tests.clients import npm
 from tests.clients.site import FIXED, HELLO, Site
 
 pytestmark = [
@@ -97,28 +95,3 @@ async def test_embeddings(client: ollama.AsyncClient, embed_node: httpx.AsyncCli
     few = (await client.embed("demo-embed", "stone", dimensions=4)).embeddings[0]
     assert len(few) == 4
     assert sum(value * value for value in few) == pytest.approx(1.0)
-
-
-# JavaScript.
-
-
-@pytest.fixture(scope="module")
-def script(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The script in a folder where the client can be imported."""
-    return npm.install_script(pytestconfig, tmp_path_factory.mktemp("npm"), "ollama.mjs")
-
-
-async def done(script: Path, site: Site, work: str) -> Any:
-    return await npm.run_script(script, site.url, work)
-
-
-@pytest.mark.smoke
-async def test_javascript_chats(script: Path, site: Site, chat_node: httpx.AsyncClient) -> None:
-    text = await direct_text(chat_node)
-    plain = await done(script, site, "chat")
-    assert (plain["message"]["content"], plain["eval_count"]) == (text, 24)
-    streamed = await done(script, site, "streaming")
-    assert (streamed["text"], streamed["last"]["eval_count"]) == (text, 24)
-    assert streamed["parts"] > 20
-    generated = await done(script, site, "generate")
-    assert generated["plain"]["response"] == generated["stream"]["text"] == text
