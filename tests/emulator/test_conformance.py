@@ -243,7 +243,7 @@ async def test_what_a_server_says_of_itself_does_not_tell_its_kind(kinds: tuple[
     options: dict[str, Any] = {"embedding": True} if kinds else {}
     options |= {"extra": ("--pooling", "rank")} if "rerank" in kinds else {}
     statuses = (200, *(200 if kind in kinds else 501 for kind in ("embeddings", "rerank")))
-    own = {kind: kind in kinds for kind in ("embeddings", "rerank")}
+    own: dict[str, Any] = {kind: kind in kinds for kind in ("embeddings", "rerank")}
     node = EmulatedNode(slots=1, context=512, **own)
     async with beside(node, slots=1, context=512, **options) as pair:
         for client in pair:
