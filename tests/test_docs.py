@@ -5,13 +5,11 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
-import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests import bars_picture
 from tests.command_lines import BLOCK, PROMPT, calls, unknown
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -90,33 +88,3 @@ def test_the_picture_is_of_this_program_and_of_no_machine() -> None:
     assert len(typed) >= 2
     assert [wrong for line in typed if (wrong := unknown(shlex.split(line)[1:]))] == []
     assert "logs are in ~/" in " ".join(words)
-
-
-@pytest.mark.parametrize("name", ["answered-sooner.svg", "slot-timeline.svg"])
-def test_a_picture_of_figures_loads_and_runs_nothing_and_is_told_in_words(name: str) -> None:
-    text = (bars_picture.DOCS / "images" / name).read_text()
-    tags = {element.tag.rpartition("}")[2] for element in ET.fromstring(text).iter()}
-    assert tags.isdisjoint({"a", "animate", "foreignObject", "image", "script", "set", "use"})
-    elsewhere = re.sub(r'xmlns="[^"]+"|url\(#\w+\)', "", text)
-    assert not re.search(r"://|url\(|@import|@font-face|href| on\w+=", elsewhere)
-    assert "@media (prefers-color-scheme: dark)" in text
-    title = re.search(r"<title>(.+)</title>", text)
-    assert title
-    assert len(title[1].split()) > 8
-
-
-def test_the_bars_are_those_of_the_table_of_the_full_fleet() -> None:
-    drawn = bars_picture.picture(bars_picture.RESULTS.read_text())
-    assert bars_picture.PICTURE.read_text() == drawn, "python -m tests.bars_picture"
-    page = """\
-| load: light, 0.5 x capacity | mean completion, s |
-| gateway, lengths unknown | 9 (0.9, 0.9) |
-
-| load: capacity, 1 x capacity | mean completion, s |
-| gateway, lengths unknown | 2 (0.50, 0.51) | 1.01 |
-| nginx least_conn | 4 (1.00) | 2 |
-| HAProxy leastconn, maxconn 2 | 3 (1.00) | 2 |
-"""
-    boxes = ET.fromstring(bars_picture.picture(page)).findall(".//{*}rect[@rx='3']")
-    assert [box.get("width") for box in boxes] == ["270", "540", "405"]
-    assert "Answered in 0.5 of the time behind nginx" in bars_picture.picture(page)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,6 +84,15 @@ def _base(module: Module, node: ast.ImportFrom) -> str:
     parts = module.name.split(".")
     kept = len(parts) - node.level + module.is_package
     return ".".join([*parts[:kept], *([node.module] if node.module else [])])
+
+
+def cycles(edges: Mapping[str, Collection[str]]) -> list[list[str]]:
+    """A circle of names, sorted, if there is one."""
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        return [sorted(set(error.args[1]))]
+    return []
 
 
 def shared_class_names(found: Sequence[Module]) -> dict[str, list[str]]:
