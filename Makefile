@@ -25,7 +25,7 @@ export PIP_NO_INPUT := 1
 # Tests start hundreds of processes. Without kept bytecode each would compile what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install dev run llama-server test test-all test-fresh chaos drill soak fuzz slow-clients check format bench bench-scheduling pins wheel wheelhouse ansible check-deploy test-deploy test-numa docs docs-serve clean
+.PHONY: help install dev run llama-server test test-all test-fresh chaos drill soak fuzz check format bench bench-scheduling pins wheel wheelhouse ansible check-deploy test-deploy test-numa docs docs-serve clean
 
 help: ## show this list
 	@printf 'llama-gateway: make targets\n\n'
@@ -84,14 +84,11 @@ chaos: $(VENV)/.test ## inject seeded faults under load, run after run: ARGS="--
 drill: $(VENV)/.test ## run three gateways as one behind HAProxy through faults (root): ARGS="--faults all --json FILE"
 	@$(BIN)/python -m tests.cluster.drill $(ARGS)
 
-soak: $(VENV)/.test ## run streams for an hour; memory must be flat: ARGS="--minutes 60 --streams 2000 --plot soak.png"
+soak: $(VENV)/.test ## run streams for an hour; memory must be flat: ARGS="--minutes 60 --streams 2000"
 	@$(BIN)/python -m tests.chaos.soak $(ARGS)
 
 fuzz: $(VENV)/.dev ## fuzz what reads strangers' bytes: ARGS="--runs 1000000 --only head", ARGS="--cases 50000 --only api"
 	@$(BIN)/python -m tests.fuzz $(ARGS)
-
-slow-clients: $(VENV)/.test ## run 10,000 slow clients beside healthy ones for five minutes: ARGS="--minutes 5 --clients 10000"
-	@$(BIN)/python -m tests.chaos.slow_clients $(ARGS)
 
 check: $(VENV)/.dev ## check format, lint, types, import direction and the budgets that take seconds
 	@$(BIN)/ruff format --check .

@@ -30,7 +30,6 @@ class Succession:
     """A line of gateway processes; all of them log to the first one's stderr."""
 
     first: Process
-    nodes_file: Path
     lines: list[dict[str, Any]] = field(default_factory=list)
     news: asyncio.Event = field(default_factory=asyncio.Event)
     ends_with: int = 0
@@ -70,12 +69,6 @@ class Succession:
     def newest(self) -> int:
         succeeded = self.logged("succeeded")
         return int(succeeded[-1]["pid"]) if succeeded else self.first.pid
-
-    def write_nodes(self, nodes: Sequence[Mapping[str, Any]]) -> None:
-        """Replace the inventory as an editor does: by a rename."""
-        new = self.nodes_file.with_suffix(".new")
-        new.write_text(yaml.safe_dump({**QUIET, "nodes": [dict(node) for node in nodes]}))
-        new.rename(self.nodes_file)
 
     async def kill(self) -> None:
         """Kill the first process, which has no successor."""
@@ -129,7 +122,7 @@ async def serving(
             **(environment or {}),
         },
     )  # fmt: skip
-    line = Succession(process, folder / "nodes.yaml")
+    line = Succession(process)
     reading = asyncio.create_task(line.read_log())
     try:
         await line.until("listening")

@@ -128,7 +128,7 @@ class Client:
     ) -> ReceivedResponse | None:
         """Send it; None if a kept connection was closed meanwhile: official clients retry."""
         reused = self._open is not None
-        reader, writer = self._open = self._open or await self._connect()
+        reader, writer = await self.connected()
         response = ReceivedResponse()
         if behaviour.leaves_while == "sending":
             writer.write(head + data[: len(data) // 2])
@@ -148,21 +148,24 @@ class Client:
             self.close()
         return None if reused and response.broke and not response.status else response
 
-    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        sock = socket.socket()
-        sock.setblocking(False)
-        try:
-            if self.slow:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER)
-            if self._source:
-                sock.bind((self._source, 0))
-            address = (self._address.hostname, self._address.port)
-            await asyncio.get_running_loop().sock_connect(sock, address)
-            limit = SMALL_BUFFER if self.slow else 1 << 16
-            return await asyncio.open_connection(sock=sock, limit=limit)
-        except BaseException:
-            sock.close()
-            raise
+    async def connected(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Its connection, a new one if it has none."""
+        if self._open is None:
+            sock = socket.socket()
+            sock.setblocking(False)
+            try:
+                if self.slow:
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER)
+                if self._source:
+                    sock.bind((self._source, 0))
+                address = (self._address.hostname, self._address.port)
+                await asyncio.get_running_loop().sock_connect(sock, address)
+                limit = SMALL_BUFFER if self.slow else 1 << 16
+                self._open = await asyncio.open_connection(sock=sock, limit=limit)
+            except BaseException:
+                sock.close()
+                raise
+        return self._open
 
     def _leave(self, response: ReceivedResponse) -> ReceivedResponse:
         response.left = not response.complete

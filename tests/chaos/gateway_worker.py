@@ -20,7 +20,6 @@ import time
 import traceback
 import types
 from asyncio.subprocess import PIPE, Process
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -30,7 +29,7 @@ import uvloop
 from tests.known import known
 
 if TYPE_CHECKING:
-    from gateway.events import AttemptEnded, RequestRecord
+    from gateway.events import RequestRecord
     from tests.gateways import Running
 
 ANSWER_LIMIT = 180.0  # seconds within which the process must answer a command
@@ -92,7 +91,6 @@ class GatewayWorker:
         self._stack = contextlib.AsyncExitStack()
         self._running: Running | None = None
         self._finished: list[RequestRecord] = []
-        self._attempts: list[AttemptEnded] = []
         self._loop_errors: list[str] = []
 
     def install_clock(self) -> None:
@@ -103,17 +101,16 @@ class GatewayWorker:
     async def open(
         self, folder: str, nodes: list[dict[str, Any]], settings: dict[str, Any]
     ) -> dict[str, Any]:
-        from gateway.events import AttemptEnded, RequestRecord
+        from gateway.events import RequestRecord
         from tests.gateways import running_gateway
 
         self._offset = 0.0
-        self._finished, self._attempts, self._loop_errors = [], [], []
+        self._finished, self._loop_errors = [], []
         asyncio.get_running_loop().set_exception_handler(self._record_loop_error)
         self._stack = contextlib.AsyncExitStack()
         gateway = running_gateway(Path(folder), nodes, settings)
         running = self._running = await self._stack.enter_async_context(gateway)
         running.gateway.bus.subscribe(RequestRecord, self._finished.append)
-        running.gateway.bus.subscribe(AttemptEnded, self._attempts.append)
         return {"url": running.url, "admin": running.admin_url}
 
     async def wait_until_idle(self, limit: float) -> dict[str, Any]:
@@ -134,11 +131,10 @@ class GatewayWorker:
             (r.x_request_id, r.status, r.reason, r.attempts, r.node, r.duration_seconds)
             for r in self._finished
         ]
-        outcomes = Counter(attempt.outcome for attempt in self._attempts)
         objects = live_request_objects()
         own = {id(objects), *map(id, objects.values())}
         leaked = [_holders(one, own) for group in objects.values() for one in group]
-        return {**left, "leaked": leaked, "records": records, "attempts": outcomes}
+        return {**left, "leaked": leaked, "records": records}
 
     async def close(self, descriptors: int) -> dict[str, Any]:
         """Close the gateway. Returns what is left.

@@ -18,7 +18,7 @@ from gateway.local.server import claim_port, claimed_port
 from tests.chaos.faulty_link import FaultyLink
 from tests.chaos.response_reader import read_plain
 from tests.chaos.workload import EMULATED_MODEL, REAL_MODEL, WorkloadRequest, real_request_bodies
-from tests.emulator.admin import send_command
+from tests.emulator.process import send_command
 from tests.known import known
 from tests.servers import spawn_demo_server, wait_for_demo_server
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.chaos.client import ReceivedResponse
 from tests.chaos.gateway_worker import REQUEST_OBJECTS, live_request_objects
-from tests.chaos.trend import trend
+from tests.chaos.soak import trend
 from tests.chaos.verdict import judge
 from tests.chaos.workload import WorkloadRequest
 from tests.each_case import each_case

@@ -62,7 +62,7 @@ def _run_tests(
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "failures.json")
-        record = ("-p", "tests.ci.failures", "--failures", str(path))
+        record = ("-p", "tests.ci.repeat", "--failures", str(path))
         status = _run([sys.executable, "-m", "pytest", *PARALLEL, *record, *options], group)
         broken = f"status {status}: pytest {' '.join(options)}"
         try:

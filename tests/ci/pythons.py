@@ -1,4 +1,9 @@
-"""Finds the newest supported Python on this machine, and runs fast tests on it."""
+"""Runs fast tests on the newest supported Python of this machine but this one.
+
+It is also a pytest plugin that leaves some tests out: -p tests.ci.pythons --every 3
+Of each parametrized test the first case runs, and of each file the first test and every third one
+after it. What one version of Python does otherwise than another shows in many tests of a file.
+"""
 
 from __future__ import annotations
 
@@ -6,70 +11,69 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections import Counter
 from pathlib import Path
 
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
 CLASSIFIER = re.compile(r'"Programming Language :: Python :: (\d+)\.(\d+)"')
 SUPPORTED = [
     (int(major), int(minor))
-    for major, minor in CLASSIFIER.findall(
-        Path(__file__).parents[2].joinpath("pyproject.toml").read_text()
-    )
+    for major, minor in CLASSIFIER.findall((ROOT / "pyproject.toml").read_text())
 ]
-LIMIT = 20.0
-"""Seconds for a Python to print its version; a version manager's shim may have none to start."""
-PROBE = "import ensurepip, sys, venv; print(*sys.version_info[:2]); print(sys.executable)"
 
 
-def candidates(path: str, home: Path) -> Iterator[Path]:
-    """Yield programs that may be Pythons: those on PATH, then those that pyenv has installed."""
-    folders = [Path(folder) for folder in path.split(os.pathsep) if folder]
-    folders += sorted((home / ".pyenv" / "versions").glob("*/bin"))
-    for folder in folders:
-        yield folder / "python3"
-        yield from (folder / f"python3.{minor}" for _, minor in SUPPORTED)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option."""
+    parser.addoption("--every", type=int, default=1, help="run one of so many tests of a file")
 
 
-def probe(program: Path) -> tuple[tuple[int, int], Path] | None:
-    """Return version and path of a Python that can make environments, or None."""
-    if not os.access(program, os.X_OK):
-        return None
-    try:
-        done = subprocess.run(
-            [program, "-c", PROBE], capture_output=True, text=True, timeout=LIMIT, check=True
-        )
-        version, executable = done.stdout.splitlines()
-        major, minor = version.split()
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None
-    return (int(major), int(minor)), Path(executable)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect further cases of a parametrized test, and the tests between those that run."""
+    every: int = config.getoption("every")
+    chosen: list[pytest.Item] = []
+    others: list[pytest.Item] = []
+    seen: set[str] = set()
+    number: Counter[Path] = Counter()
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        if test in seen or number[item.path] % every:
+            others.append(item)
+        else:
+            chosen.append(item)
+        if test not in seen:
+            number[item.path] += 1
+        seen.add(test)
+    config.hook.pytest_deselected(items=others)
+    items[:] = chosen
 
 
-def supported(programs: Iterable[Path]) -> dict[tuple[int, int], Path]:
-    """Return the first program found of each supported version."""
-    found: dict[tuple[int, int], Path] = {}
-    for program in dict.fromkeys(programs):
-        probed = probe(program)
-        if probed is not None and probed[0] in SUPPORTED:
-            found.setdefault(*probed)
-    return dict(sorted(found.items()))
+def newest() -> tuple[str, str] | None:
+    """Version and program of the newest supported Python here but this one."""
+    folders = os.environ["PATH"].split(os.pathsep)
+    # Shims of pyenv may have none to start.
+    folders += map(str, sorted(Path.home().glob(".pyenv/versions/*/bin")))
+    for version in sorted(set(SUPPORTED) - {sys.version_info[:2]}, reverse=True):
+        for folder in folders:
+            program = f"{folder}/python{version[0]}.{version[1]}"
+            find = subprocess.run(
+                [ROOT / "setup" / "find-python"], env=os.environ | {"PYTHON": program},
+                capture_output=True, check=False,
+            )  # fmt: skip
+            if find.returncode == 0:
+                return "{}.{}".format(*version), program
+    return None
 
 
 def main() -> int:
-    """Run one in three fast tests of each file on the newest Python but this one.
-
-    Of each test with many cases the first one runs: what one version of Python does otherwise than
-    another shows in many tests of a file.
-    """
-    found = supported(candidates(os.environ.get("PATH", ""), Path.home()))
-    found.pop((sys.version_info.major, sys.version_info.minor), None)
-    if not found:
+    if (found := newest()) is None:
         print(f"SKIPPED: no supported Python here but {sys.version.split()[0]}")
         return 0
-    (major, minor), program = found.popitem()
-    venv = f".venv/python{major}.{minor}"
+    version, program = found
+    venv = f".venv/python{version}"
     given = (f"VENV={venv}", f"PYTHON={program}")
-    options = "-p tests.ci.first_cases --every 3 -m 'not smoke' --hypothesis-profile=few"
+    options = "-p tests.ci.pythons --every 3 -m 'not smoke' --hypothesis-profile=few"
     for words in ((f"{venv}/.test",), ("test", f"ARGS={options}")):
         if status := subprocess.run(["make", *words, *given], check=False).returncode:
             return status

@@ -1,7 +1,9 @@
 """Repeats the failed tests of a run once, each alone, and decides whether the gate fails.
 
-    python -m pytest -p tests.ci.failures --failures FILE ...
+    python -m pytest -p tests.ci.repeat --failures FILE ...
     python -m tests.ci.repeat FILE
+
+The first records the failed tests in a file: this module is a plugin of pytest, too.
 
 A test that fails again has failed. One that passes is FLAKY. It fails the gate if the change
 touched the test, shared code of its file, or a module that this file mirrors or imports, since the
@@ -17,8 +19,10 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+import pytest
 
 from tests.ci.change import Change, add_since, change
 
@@ -151,7 +155,7 @@ def passes_alone(test: str, options: Sequence[str] = ()) -> bool:
 
 
 def read_run(path: Path) -> Run:
-    """Read the file of `tests.ci.failures`.
+    """Read the file that the plugin wrote.
 
     Raises OSError or ValueError when the run did not finish.
     """
@@ -182,11 +186,45 @@ def report(verdict: Verdict, run: Run, listed: str) -> str:
     return "\n".join(lines)
 
 
+class _Recorder:
+    """Collects the failures of a run; with pytest-xdist it runs in the controlling process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.failed: dict[str, str] = {}
+        self.tests = 0
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.tests += report.when == "call"
+        if report.failed:
+            self.failed.setdefault(report.nodeid, report.longreprtext)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.failed.setdefault(report.nodeid, report.longreprtext)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:
+        yield
+        run = Run(int(session.exitstatus), self.failed, self.tests)
+        self.path.write_text(json.dumps(asdict(run)))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--failures", type=Path, help="write the failed tests to this file (JSON)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path: Path | None = config.getoption("--failures")
+    if path is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Recorder(path))
+
+
 def main() -> int:
     """Repeat the failed tests; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.ci.repeat", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("failures", type=Path, help="the file of the plugin tests.ci.failures")
+    parser.add_argument("failures", type=Path, help="the file of the plugin")
     add_since(parser)
     options = parser.parse_args()
     try:

@@ -106,7 +106,7 @@ def test_a_test_that_fails_first_and_passes_alone_is_flaky(
         "def test_without_its_fixture(broken): pass\n"
     )
     failures = tmp_path / "failures.json"
-    plugin = ["-p", "tests.ci.failures", "--failures", str(failures)]
+    plugin = ["-p", "tests.ci.repeat", "--failures", str(failures)]
     command = [sys.executable, "-m", "pytest", "-q", "-n", "1", *plugin, "test_made.py"]
     root = str(Path(repeat.__file__).resolve().parents[2])
     monkeypatch.setenv("PYTHONPATH", root)

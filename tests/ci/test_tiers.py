@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.ci.pythons import ROOT, SUPPORTED
+
 pytest_plugins = ["pytester"]
 
 INI = """
@@ -136,3 +138,27 @@ def test_an_unknown_group_is_told_with_the_known_ones(
 ) -> None:
     assert outcome(run, "--group", "kils") == []
     assert "--group kils: there is none; chaos, kills" in capsys.readouterr().err
+
+
+# Another Python.
+
+
+def test_make_and_the_pages_name_the_same_versions() -> None:
+    versions = [f"{major}.{minor}" for major, minor in SUPPORTED]
+    statement = f"supported='{versions[0]} to {versions[-1]}'"
+    assert statement in (ROOT / "setup" / "find-python").read_text()
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    assert [version for version in versions if f"| {version} |" not in page] == []
+
+
+def test_of_each_file_the_first_test_and_every_second_one_after_it_run(
+    pytester: pytest.Pytester,
+) -> None:
+    pytester.makefile(".ini", pytest=INI)
+    pytester.makepyfile(test_one=FILE, test_two=FILE)
+    plugins = ("-p", "tests.ci.pythons", *PLUGINS[2:])
+    ran = pytester.runpytest_inprocess(*plugins, "-v", "--every", "2")
+    ran.assert_outcomes(passed=6, deselected=12)
+    for file in ("test_one", "test_two"):
+        for name in ("test_fast", "test_smoke?sqlite?", "test_real"):
+            ran.stdout.fnmatch_lines_random([f"{file}.py::{name} PASSED*"])

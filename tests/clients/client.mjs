@@ -67,20 +67,6 @@ const works = {
     }
     return results;
   },
-  // Aborts in the middle of a stream, and runs on until its standard input ends, so that the abort
-  // and not the end of the process ends the request.
-  async abort() {
-    const controller = new AbortController();
-    const stream = await client.chat.completions.create(
-      { ...chat, max_tokens: 15000, stream: true },
-      { signal: controller.signal },
-    );
-    await read(stream, 20);
-    controller.abort();
-    console.log("aborted");
-    await new Promise((done) => process.stdin.on("end", done).resume());
-    return null;
-  },
   // Reads until the test kills the server behind the gateway.
   async broken() {
     const stream = await client.chat.completions.create({ ...chat, max_tokens: 15000, stream: true });

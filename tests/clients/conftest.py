@@ -20,12 +20,15 @@ CONTEXT = 2048
 
 SETTINGS: dict[str, Any] = {
     "default_model": "demo",
+    "ollama": True,
     "models": {
         "gpt-4o-mini": {"use": "demo"},
         "org/demo": {"use": "demo"},
         "helper": {"use": ["absent", "demo"]},
         "short": {"use": "demo", "max_tokens": 4},
         "brief": {"use": "demo", "default": {"max_tokens": 3}},
+        # Ollama's API has no way to require a tool, and the demo model calls none by itself.
+        "caller": {"use": "demo", "set": {"tool_choice": "required"}},
         "steady": {"use": "demo", "set": {"temperature": 0, "seed": 7}, "strip": ["logit_bias"]},
     },
 }

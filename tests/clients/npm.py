@@ -33,7 +33,8 @@ def node() -> Path:
 
 def install_script(config: pytest.Config, folder: Path, script: str) -> Path:
     """A copy in `folder` of a script of this package, which can import the clients."""
-    (folder / "node_modules").symlink_to(install(config, Path(__file__).parent))
+    if not (modules := folder / "node_modules").exists():
+        modules.symlink_to(install(config, Path(__file__).parent))
     return Path(shutil.copy(Path(__file__).with_name(script), folder))
 
 

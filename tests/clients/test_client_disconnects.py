@@ -89,32 +89,3 @@ async def deferred(url: str) -> int:
     found = re.search(r"^llamacpp:requests_deferred (\d+)", metrics, re.MULTILINE)
     assert found
     return int(found[1])
-
-
-async def test_a_server_is_never_given_more_than_it_has_slots(
-    narrow: Site, narrow_url: str
-) -> None:
-    order: list[int] = []
-
-    async def ask(number: int) -> None:
-        answer = await narrow.http.post(PATH, json=SHORT | {"max_tokens": 400})
-        assert answer.status_code == 200
-        order.append(number)
-
-    async with asyncio.TaskGroup() as group:
-        sent = []
-        async with narrow.http.stream("POST", PATH, json=LONG) as answer:
-            parts = answer.aiter_bytes()
-            await anext(parts)
-            for number in range(3):
-                sent.append(group.create_task(ask(number)))
-                await until(lambda n=number: len(narrow.gateway.scheduler.queue_positions()) > n)
-            await anext(parts)  # the slot is still taken
-        polls = 0
-        while not all(task.done() for task in sent):
-            assert await deferred(narrow_url) == 0
-            assert narrow.leased["node-0"] <= 1
-            polls += 1
-    assert polls > 3
-    assert order == [0, 1, 2]  # first come, first served
-    assert [record.queue_seconds > 0 for record in narrow.records] == [False, True, True, True]

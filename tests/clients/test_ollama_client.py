@@ -1,9 +1,8 @@
-"""The official `ollama` clients for Python and JavaScript, unmodified, over real servers."""
+"""The official `ollama` client, unmodified, over real servers."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,10 +10,7 @@ import ollama
 import pytest
 import pytest_asyncio
 
-from gateway.events import StreamResumed
-from tests.clients import npm
-from tests.clients.site import FIXED, HELLO, Site, running_site
-from tests.servers import running_demo_servers
+from tests.clients.site import FIXED, HELLO, Site
 
 pytestmark = [
     pytest.mark.real,
@@ -23,14 +19,6 @@ pytestmark = [
 ]
 
 OPTIONS = {"num_predict": 24, **FIXED}
-SETTINGS: dict[str, Any] = {
-    "ollama": True,
-    "default_model": "demo",
-    "models": {
-        # Ollama's API has no way to require a tool, and the demo model calls none by itself.
-        "caller": {"use": "demo", "set": {"tool_choice": "required"}},
-    },
-}
 
 
 def weather(city: str) -> str:
@@ -40,22 +28,6 @@ def weather(city: str) -> str:
       city: The city's name
     """
     return f"rain in {city}"
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def shared_ollama(
-    chat_url: str, embedder_url: str, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Site]:
-    nodes = [{"name": "chat", "url": chat_url}, {"name": "embed", "url": embedder_url}]
-    async with running_site(tmp_path_factory.mktemp("ollama"), nodes, SETTINGS) as site:
-        yield site
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def site(shared_ollama: Site) -> AsyncIterator[Site]:
-    shared_ollama.records.clear()
-    yield shared_ollama
-    await shared_ollama.until_idle()
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -123,50 +95,3 @@ async def test_embeddings(client: ollama.AsyncClient, embed_node: httpx.AsyncCli
     few = (await client.embed("demo-embed", "stone", dimensions=4)).embeddings[0]
     assert len(few) == 4
     assert sum(value * value for value in few) == pytest.approx(1.0)
-
-
-@pytest.mark.smoke
-async def test_a_stream_goes_on_when_its_server_is_killed(tmp_path: Path) -> None:
-    exact = ("--exact",)
-    with running_demo_servers(2, slots=1, context=16_384, extra=exact) as servers:
-        urls = [server.url for server in servers]
-        async with running_site(tmp_path, urls, SETTINGS) as site:
-            resumed: list[StreamResumed] = []
-            site.gateway.bus.subscribe(StreamResumed, resumed.append)
-            async with ollama.AsyncClient(site.url, trust_env=False) as client:
-                asked: dict[str, Any] = {"options": {**FIXED, "num_predict": 1200}}
-                whole = await client.chat("demo", HELLO, **asked)
-                parts = []
-                async for part in await client.chat("demo", HELLO, **asked, stream=True):
-                    parts.append(part)
-                    if len(parts) == 20:
-                        [served] = [one.attempt for one in site.gateway.registry if one.attempt]
-                        servers[int(served.lease.node.name.removeprefix("node-"))].kill()
-            assert "".join(part.message.content or "" for part in parts) == whole.message.content
-            assert parts[-1].eval_count == whole.eval_count
-            assert [event.resumed_on is not None for event in resumed] == [True]
-
-
-# JavaScript.
-
-
-@pytest.fixture(scope="module")
-def script(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The script in a folder where the client can be imported."""
-    return npm.install_script(pytestconfig, tmp_path_factory.mktemp("npm"), "ollama.mjs")
-
-
-async def done(script: Path, site: Site, work: str) -> Any:
-    return await npm.run_script(script, site.url, work)
-
-
-@pytest.mark.smoke
-async def test_javascript_chats(script: Path, site: Site, chat_node: httpx.AsyncClient) -> None:
-    text = await direct_text(chat_node)
-    plain = await done(script, site, "chat")
-    assert (plain["message"]["content"], plain["eval_count"]) == (text, 24)
-    streamed = await done(script, site, "streaming")
-    assert (streamed["text"], streamed["last"]["eval_count"]) == (text, 24)
-    assert streamed["parts"] > 20
-    generated = await done(script, site, "generate")
-    assert generated["plain"]["response"] == generated["stream"]["text"] == text

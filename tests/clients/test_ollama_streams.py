@@ -74,30 +74,6 @@ async def test_it_is_served_only_while_the_settings_say_so(tmp_path: Path) -> No
         assert await statuses() == off
 
 
-@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
-@in_virtual_time
-async def test_a_stream_of_lines_has_the_text_of_the_plain_response(
-    tmp_path: Path, path: str
-) -> None:
-    async with EmulatedNode() as node, running_gateway(tmp_path, [node.url], ON) as running:
-        body = {"model": "demo", "messages": HELLO, "prompt": "hello", "options": GREEDY}
-        plain = await running.client.post(path, json={**body, "stream": False})
-        stream = await running.client.post(path, json=body)
-    assert plain.headers["content-type"].startswith("application/json")
-    assert stream.headers["content-type"] == "application/x-ndjson"
-    whole, found = plain.json(), lines(stream)
-    assert [one["done"] for one in found] == [False] * (len(found) - 1) + [True]
-    assert len(found) > 10
-    assert text(found) == text([whole]) != ""
-    assert {one["model"] for one in found} == {"demo"}
-    for end in (whole, found[-1]):
-        assert (end["done"], end["done_reason"]) == (True, "stop")
-        assert end["eval_count"] > 10
-        assert end["prompt_eval_count"] > 0
-        for name in ("total_duration", "load_duration", "prompt_eval_duration", "eval_duration"):
-            assert isinstance(end[name], int)
-
-
 @pytest.mark.parametrize(
     ("path", "raw"), [("/api/chat", False), ("/api/generate", False), ("/api/generate", True)]
 )

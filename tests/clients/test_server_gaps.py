@@ -244,27 +244,6 @@ async def test_a_message_obeys_its_format(anthropic: AsyncAnthropic) -> None:
     assert parsed.parsed_output is not None
 
 
-async def test_a_streamed_message_obeys_its_format(anthropic: AsyncAnthropic) -> None:
-    body: Any = {"model": "demo", "messages": HELLO, "max_tokens": 100, **OUTPUT}
-    body["extra_body"] = {"temperature": 0}
-    async with anthropic.messages.stream(**body) as stream:
-        kinds = [event.type async for event in stream]
-        final = await stream.get_final_message()
-    assert kinds[0] == "message_start"
-    assert kinds[-2:] == ["message_delta", "message_stop"]
-    plain = await anthropic.messages.create(**body)
-    [block] = final.content
-    assert block.type == "text"
-    assert obeys(block.text)
-    assert plain.content[0].type == "text"
-    assert plain.content[0].text == block.text
-    total = plain.usage.input_tokens + (plain.usage.cache_read_input_tokens or 0)
-    assert final.usage.input_tokens + (final.usage.cache_read_input_tokens or 0) == total
-    assert final.usage.output_tokens == plain.usage.output_tokens
-    counted = await anthropic.messages.count_tokens(model="demo", messages=HELLO, **OUTPUT)
-    assert counted.input_tokens == total
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_stop_sequence_is_told(site: Site, stream: bool) -> None:
     body = MESSAGE | {"max_tokens": 60, "stop_sequences": ["zzz", "a"]}

@@ -11,14 +11,13 @@
 The prompt determines the answer's text (`expected_text`, `expected_chat_text`). All kinds of
 faults: `faults.POINT_FAULTS`, `faults.RESPONSE_FAULTS`, `faults.PRESETS`. `python -m
 tests.emulator` runs a node as a process of its own, whose faults are switched by commands
-(`admin.py`).
+(`process.py`).
 
 `router.py` emulates a router, a server of many models (`--models-dir`), with such a node for each.
 
 A request passes `connection.py` (HTTP), `node.py` (routes), `request_body.py`, `slots.py` with
-`prompt_cache.py`, and `generation.py` with `compute.py` (speeds), `language_model.py` (text) and
-`apis.py` (the form of the answer), which writes it by `response.py` or, with a fault,
-`faulty_response.py`.
+`prompt_cache.py`, and `generation.py` (speeds) with `language_model.py` (text) and `apis.py` (the
+form of the answer), which writes it by `response.py` or, with a fault, `faulty_response.py`.
 """
 
 from __future__ import annotations

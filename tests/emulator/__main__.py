@@ -1,6 +1,6 @@
 """`python -m tests.emulator --slots 2`: an emulated node as a process of its own.
 
-Prints two lines, the URL of the node and where it takes commands (`admin.py`), and serves until
+Prints two lines, the URL of the node and where it takes commands (`process.py`), and serves until
 SIGTERM, SIGINT or the end of its parent.
 """
 
@@ -16,8 +16,8 @@ from math import inf
 
 import uvloop
 
-from tests.emulator.admin import serve_commands
 from tests.emulator.node import EmulatedNode
+from tests.emulator.process import serve_commands
 
 _PR_SET_PDEATHSIG = 1
 

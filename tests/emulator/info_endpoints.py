@@ -54,8 +54,6 @@ def slots(node: EmulatedNode, query: str) -> list[Body]:
     if not node.endpoint_slots:
         message = "This server does not support slots endpoint. Start it with `--slots`"
         raise RefusedError(501, "not_supported_error", message)
-    if "fail_on_no_slot=1" in query and node.busy == len(node.slots.slots):
-        raise RefusedError(503, "unavailable_error", "no slot available")
     return [slot.as_json(node.context) for slot in node.slots.slots]
 
 

@@ -14,11 +14,10 @@ from typing import Any, Self
 from gateway.local.server import claim_port, claimed_port
 from tests.emulator import embeddings, info_endpoints
 from tests.emulator.apis import to_json
-from tests.emulator.compute import Compute
 from tests.emulator.connection import Connection, ReceivedRequest
 from tests.emulator.faults import FaultPlan
 from tests.emulator.faulty_response import FaultyResponse
-from tests.emulator.generation import Engine
+from tests.emulator.generation import Compute, Engine
 from tests.emulator.prompt_cache import PromptCache
 from tests.emulator.request_body import ApiName, RefusedError, read_generation_request, read_json
 from tests.emulator.response import JSON, ClientGoneError, ProxiedResponse, Response
@@ -54,7 +53,7 @@ class EmulatedNode:
     `refuse()` and `accept()` stop and restart the whole server on the same port.
 
     By default each request has these speeds to itself and nothing is cached. With `prefill_stalls`
-    all slots share one computation (`compute.py`), where each further slot adds `decode_step`
+    all slots share one computation (`Compute`), where each further slot adds `decode_step`
     seconds to a token. With `cache_ram` prompts are cached (`prompt_cache.py`), and up to
     `cache_ram` tokens of evicted ones stay in host memory. `answer_tokens` may depend on a prompt.
 
@@ -288,7 +287,6 @@ class EmulatedNode:
         )
         how = {
             "closing": not request.keep_alive or connection.served >= self.keepalive_requests,
-            "head_only": request.method == "HEAD",
             "closes_streams": self.close_after_stream,
         }
         if fault:
@@ -354,9 +352,7 @@ class EmulatedNode:
         kind = JSON
         if path == "/slots":
             self.active_at = self.clock()  # others of `WAKING` keep nothing awake
-        if request.method == "OPTIONS":
-            return 200, b"", "text/html"
-        if request.method in {"GET", "HEAD"}:
+        if request.method == "GET":
             if path == "/metrics":
                 return 200, info_endpoints.metrics(self).encode(), "text/plain; version=0.0.4"
             if path in info_endpoints.GETS:

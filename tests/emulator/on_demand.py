@@ -83,25 +83,17 @@ class EmulatedSwap(EmulatedRouter):
             case "GET", "/health":
                 return 200, b"OK", _TEXT
             case "GET", "/v1/models":
-                data = [entry for name in sorted(self.models) for entry in self._entries(name)]
+                data = [self._entry(name) for name in sorted(self.models)]
                 return 200, to_json({"data": data, "object": "list"}), _JSON
             case "GET", "/running" if self.tells_running:
                 return 200, to_json({"running": [self._running(one) for one in running]}), _JSON
-            case "GET", "/unload":
-                for model in running:
-                    self._begin(self.kill_model(model.name))
-                return 200, b"OK", _TEXT
         return 404, b"404 page not found", _TEXT
 
-    def _entries(self, name: str) -> list[dict[str, Any]]:
-        """A model of the list, and its aliases (`includeAliasesInList`)."""
-        model = self.models[name]
+    def _entry(self, name: str) -> dict[str, Any]:
+        value = "unloaded" if self.models[name].state == "unloaded" else "loaded"
         about = {"object": "model", "created": self.started, "owned_by": "llama-swap"}
-        about["status"] = {"value": "unloaded" if model.state == "unloaded" else "loaded"}
-        aliases = model.node.aliases
-        own: dict[str, Any] = {"type": "model"} | ({"aliases": aliases} if aliases else {})
-        kinds = {name: own, **{one: {"type": "alias", "modelID": name} for one in aliases}}
-        return [{"id": one, **about, "meta": {"llamaswap": kinds[one]}} for one in kinds]
+        kind = {"llamaswap": {"type": "model"}}
+        return {"id": name, **about, "status": {"value": value}, "meta": kind}
 
     def _running(self, model: RoutedModel) -> dict[str, Any]:
         state = "ready" if model.state == "loaded" else "starting"

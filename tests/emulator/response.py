@@ -37,12 +37,9 @@ class ClientGoneError(Exception):
 class Response:
     """Writes the response to one request. After the client has left, writes do nothing."""
 
-    def __init__(
-        self, link: Connection, *, closing: bool, head_only: bool, closes_streams: bool
-    ) -> None:
+    def __init__(self, link: Connection, *, closing: bool, closes_streams: bool) -> None:
         self.connection = link
         self.closing = closing  # the connection ends with this response
-        self.head_only = head_only
         self.closes_streams = closes_streams
         self.interruptible = False  # the work ends when the client leaves
         self.error_event = b""  # in the form of the request's API; for faults
@@ -75,7 +72,7 @@ class Response:
         self, status: int, body: bytes, kind: str = JSON, headers: dict[str, str] | None = None
     ) -> None:
         head = self._plain_head(status, kind, len(body), headers or {})
-        self.connection.write(head if self.head_only else head + body)
+        self.connection.write(head + body)
 
     async def plain(
         self, status: int, body: bytes, kind: str = JSON, headers: dict[str, str] | None = None

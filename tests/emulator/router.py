@@ -134,9 +134,7 @@ class EmulatedRouter(EmulatedNode):
         return of_a_model or (path == "/props" and "model" in query)
 
     def _open(self, connection: Connection, request: ReceivedRequest, kind: type[R]) -> R:
-        response = kind(
-            connection, closing=not request.keep_alive, head_only=False, closes_streams=False
-        )
+        response = kind(connection, closing=not request.keep_alive, closes_streams=False)
         connection.response = response
         return response
 

@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.emulator import EmulatedNode, expected_chat_text, expected_text
-from tests.emulator.admin import send_command
-from tests.emulator.compute import Compute
+from tests.emulator.generation import Compute
 from tests.emulator.language_model import WORDS, detokenize, tokenize
 from tests.emulator.on_demand import EmulatedOllama, EmulatedSwap
-from tests.emulator.process import emulator_process
+from tests.emulator.process import emulator_process, send_command
 from tests.emulator.raw_connection import RawConnection, chat, post, raw_connection
 from tests.emulator.routed_model import HostMemory, ModelFile
 from tests.emulator.router import EmulatedRouter
@@ -79,21 +78,6 @@ async def test_a_full_node_withholds_the_head_until_a_slot_is_free() -> None:
         await first.leave()
         await third.head()
         assert (node.busy, node.peak_busy, node.queued) == (2, 2, 0)
-
-
-@in_virtual_time
-async def test_a_stream_s_slot_stays_taken_until_its_prompt_is_read() -> None:
-    async with EmulatedNode(prefill_tps=100) as node, raw_connection(node.url) as wire:
-        await wire.send(post(CHAT, chat("the " * 30)))
-        began = now()
-        await wire.head()
-        assert now() == began
-        await wire.leave()
-        await node.until(lambda: node.connections == 0)
-        assert node.busy == 1
-        await node.until(lambda: node.busy == 0)
-        assert now() - began == pytest.approx(0.4, abs=0.1)
-        assert node.engine.tokens == 0
 
 
 @in_virtual_time

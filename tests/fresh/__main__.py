@@ -4,6 +4,8 @@ Each system is a root of its own with the packages that README's Start names, an
 checkout's last commit. There a plain user runs `make run` until it has answered a chat, ends it
 by Ctrl-C, and runs `make test`. Systems and the commands' logs are kept for a week in
 ~/.cache/llama-gateway-tests (or DEPLOY_TEST_CACHE).
+
+Exit status: 0 if all commands succeeded, 1 if not, 2 if they can't be run here.
 """
 
 from __future__ import annotations
@@ -11,108 +13,125 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
-import json
+import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+
+import httpx
 
 from tests.deploy.base_image import cache_folder
-from tests.fresh.chroot import CHECKOUT_PATH
-from tests.fresh.commands import CommandResult, make_run, make_test
 from tests.fresh.systems import (
-    DEFAULT_SYSTEMS,
+    CHECKOUT_PATH,
+    LEFT_BEHIND,
     NEWCOMER,
     SYSTEMS,
     System,
     bare_root,
     copy_network_settings,
-    registry_settings,
+    running_command,
     unsupported_reason,
 )
 
 CHECKOUT = Path(__file__).resolve().parents[2]
+DEFAULT_SYSTEMS = ("bookworm", "trixie", "testing")
 RUN_FOLDER_PREFIX = "fresh-run-"
 LINES_OF_A_LOG = 30  # printed of a failed command
+PORTS = (8000, 8001)  # the gateway's default ports
+ANY_PORTS = "ARGS=--port 0 --admin-port 0"
+SERVING = re.compile(r"OpenAI-compatible API at (http://\S+)/v1")
+COUNTED = re.compile(r"^.* passed.* in \d+\.\d+s\b.*$", re.MULTILINE)
+CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}
+RUN_LIMIT = 1800.0  # seconds until it serves; it usually takes a minute
+ANSWER_LIMIT = 120.0
+END_LIMIT = 60.0  # seconds from Ctrl-C to the end
+TEST_LIMIT = 7200.0  # it usually takes a quarter of an hour
+# Statuses of make after Ctrl-C: its command has succeeded, or ended with the status of SIGINT.
+INTERRUPTED = frozenset({0, 2, 130})
+
+
+class FreshError(Exception):
+    """A command failed; the message has the reason."""
+
+
+def make_run(root: Path, log: Path) -> str:
+    """Run `make run` until it has answered a chat, then send Ctrl-C."""
+    command = ["make", "run", *([] if all(map(_is_free, PORTS)) else [ANY_PORTS])]
+    begun = time.monotonic()
+    with running_command(root, command, log) as process:
+        while (serving := SERVING.search(log.read_text(errors="replace"))) is None:
+            if process.poll() is not None:
+                raise FreshError(f"it ended with status {process.returncode}")
+            if time.monotonic() > begun + RUN_LIMIT:
+                raise FreshError(f"it does not serve within {RUN_LIMIT:.0f} s")
+            time.sleep(0.2)
+        seconds = time.monotonic() - begun
+        with httpx.Client(base_url=serving[1], trust_env=False, timeout=ANSWER_LIMIT) as client:
+            for path in ("/health", "/v1/models"):
+                client.get(path).raise_for_status()
+            answer = client.post("/v1/chat/completions", json=CHAT).raise_for_status().json()
+        if not answer["choices"][0]["message"]["content"]:
+            raise FreshError(f"its answer to a chat has no text: {answer}")
+        os.killpg(process.pid, signal.SIGINT)  # to each process of the group, as a terminal does
+        status = process.wait(END_LIMIT)
+    output = log.read_text(errors="replace")
+    if "Traceback (most recent call last)" in output:
+        raise FreshError("it ends with a traceback")
+    if left := re.findall(f"^{LEFT_BEHIND}(.*)$", output, re.MULTILINE):
+        raise FreshError(f"after Ctrl-C these processes still run: {'; '.join(left)}")
+    if status not in INTERRUPTED:
+        raise FreshError(f"after Ctrl-C it ended with status {status}")
+    return f"it serves after {seconds:.0f} s"
+
+
+def make_test(root: Path, log: Path) -> str:
+    """Run `make test` to its end."""
+    with running_command(root, ["make", "test"], log) as process:
+        if (status := process.wait(TEST_LIMIT)) != 0:
+            raise FreshError(f"it ended with status {status}")
+    counted = COUNTED.findall(log.read_text(errors="replace"))
+    if not counted:
+        raise FreshError("no test has passed")
+    return str(counted[-1].strip("= "))
+
+
 COMMANDS = {"run": make_run, "test": make_test}
 
 
-@dataclass(slots=True)
-class SystemResult:
-    """The results of the commands on one system."""
-
-    system: str
-    name: str
-    commit: str
-    python: str = ""
-    problem: str = ""
-    """Why the commands could not be run."""
-    ran: list[CommandResult] = field(default_factory=list)
-
-    @property
-    def passed(self) -> bool:
-        """Whether all commands succeeded."""
-        return not self.problem and not any(one.problem for one in self.ran)
-
-
-def _options() -> argparse.ArgumentParser:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="make test-fresh",
-        usage='make test-fresh [ARGS="[OPTION ...] [SYSTEM ...]"]',
+        usage='make test-fresh [ARGS="[--only COMMAND] [SYSTEM ...]"]',
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="SYSTEM is "
-        + ", ".join(f"{system.suite} ({system.title})" for system in SYSTEMS.values())
-        + f",\nor all of them: all. Default: {' '.join(DEFAULT_SYSTEMS)}.",
     )
-    parser.add_argument(
-        "systems", nargs="*", metavar="SYSTEM", type=_system, default=[*DEFAULT_SYSTEMS]
-    )
+    known = ", ".join(f"{suite} ({system.title})" for suite, system in SYSTEMS.items())
+    usual = [*DEFAULT_SYSTEMS]
+    parser.add_argument("systems", nargs="*", metavar="SYSTEM", default=usual, help=known)
     parser.add_argument("--only", choices=[*COMMANDS], help="run only one of the two commands")
-    parser.add_argument("--json", action="store_true", help="print the results as JSON")
-    return parser
-
-
-def _system(text: str) -> str:
-    if text != "all" and text not in SYSTEMS:
-        raise argparse.ArgumentTypeError(f"unknown: {text} (there are all, {', '.join(SYSTEMS)})")
-    return text
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 0 if all commands succeeded, 1 if not, 2 if they can't be run here."""
-    options = _options().parse_args(arguments)
-    chosen = [*SYSTEMS] if "all" in options.systems else list(dict.fromkeys(options.systems))
-    commands = [options.only] if options.only else [*COMMANDS]
+    options = parser.parse_args(arguments)
+    if unknown := set(options.systems) - set(SYSTEMS):
+        parser.error(f"unknown: {', '.join(unknown)} (there are {known})")
     if reason := unsupported_reason():
-        print(f"make test-fresh: {reason}", file=sys.stderr)
-        return 2
+        parser.error(reason)
     results = []
-    try:
-        with _locked(cache_folder()) as cache:
-            for suite in chosen:
-                results.append(_try_system(SYSTEMS[suite], commands, cache))
-                _print_progress(_summary(results[-1]) + "\n")
-    except _BusyError as error:
-        print(f"make test-fresh: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        _print_progress("Interrupted; nothing is left running.")
-        return 130
-    if options.json:
-        print(json.dumps([_as_json_object(result) for result in results], indent=2))
-    else:
-        print("\n".join(_summary(result) for result in results))
-    return 0 if all(result.passed for result in results) else 1
-
-
-class _BusyError(Exception):
-    """Another run uses the cache."""
+    commands = [options.only] if options.only else [*COMMANDS]
+    with _locked(cache_folder()) as cache:
+        for suite in options.systems:
+            try:
+                said, passed = _try_system(SYSTEMS[suite], commands, cache)
+            except subprocess.SubprocessError as error:
+                said, passed = f"{suite}: the system can't be made: {error}", False
+            results.append((f"{'passed' if passed else 'FAILED'}  {said}", passed))
+    print("\n".join(line for line, _ in results))
+    return int(not all(passed for _, passed in results))
 
 
 @contextlib.contextmanager
@@ -123,49 +142,39 @@ def _locked(cache: Path) -> Iterator[Path]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise _BusyError(
-                f"another run uses {cache}. Remedy: wait for it, or set DEPLOY_TEST_CACHE"
-            ) from None
+            print(f"another run uses {cache}. Remedy: wait for it, or set DEPLOY_TEST_CACHE")
+            raise SystemExit(2) from None
         for left in cache.glob(f"{RUN_FOLDER_PREFIX}*"):
             shutil.rmtree(left)
         yield cache
 
 
-def _try_system(system: System, commands: Sequence[str], cache: Path) -> SystemResult:
-    result = SystemResult(system.suite, system.title, _git("rev-parse", "--short", "HEAD"))
-
-    def progress(text: str) -> None:
-        _print_progress(f"{system.title}: {text}")
-
+def _try_system(system: System, commands: Sequence[str], cache: Path) -> tuple[str, bool]:
+    """What is to be said of the commands on a system, and whether all succeeded."""
+    passed = True
     with tempfile.TemporaryDirectory(prefix=RUN_FOLDER_PREFIX, dir=cache) as folder:
         root = Path(folder) / "root"
-        try:
-            progress("making a bare system, or using this week's")
-            subprocess.run(["cp", "-a", str(bare_root(cache, system)), str(root)], check=True)
-            copy_network_settings(root)
-            checkout = root / CHECKOUT_PATH.lstrip("/")
-            _git("clone", "--quiet", "--no-hardlinks", str(CHECKOUT), str(checkout))
-            owner = f"{NEWCOMER}:"
-            subprocess.run(["chroot", str(root), "chown", "-R", owner, CHECKOUT_PATH], check=True)
-            result.python = _out("chroot", str(root), "python3", "--version").split()[1]
-        except subprocess.SubprocessError as error:
-            result.problem = f"the system can't be made: {error}"
-            return result
-        environment = registry_settings()
+        print(f"{system.title}: making a bare system, or using this week's", flush=True)
+        subprocess.run(["cp", "-a", str(bare_root(cache, system)), str(root)], check=True)
+        copy_network_settings(root)
+        checkout = root / CHECKOUT_PATH.lstrip("/")
+        # Root may clone another user's checkout.
+        git = ("git", "-c", "safe.directory=*", "clone", "--quiet", "--no-hardlinks")
+        _out(*git, str(CHECKOUT), str(checkout))
+        _out("chroot", str(root), "chown", "-R", f"{NEWCOMER}:", CHECKOUT_PATH)
+        parts = [f"{system.title}, {_out('chroot', str(root), 'python3', '--version')}"]
         for command in commands:
             log = cache / f"fresh-log-{system.suite}-{command}"
-            progress(f"make {command}, with Python {result.python}; its output: {log}")
-            outcome = COMMANDS[command](root, log, environment)
-            result.ran.append(outcome)
-            if outcome.problem:
+            print(f"{system.title}: make {command}; its output: {log}", flush=True)
+            try:
+                said = COMMANDS[command](root, log)
+            except (FreshError, httpx.HTTPError, subprocess.TimeoutExpired) as problem:
+                passed, said = False, f"FAILED: {problem}"
                 lines = log.read_text(errors="replace").splitlines()[-LINES_OF_A_LOG:]
-                progress("\n  ".join([f"{outcome.command}: {outcome.problem}", *lines]))
-    return result
-
-
-def _git(*words: str) -> str:
-    # Root may clone another user's checkout.
-    return _out("git", "-c", "safe.directory=*", "-C", str(CHECKOUT), *words)
+                print(f"make {command}: {problem}", *lines, sep="\n  ", flush=True)
+            mib = _out("du", "-sm", str(checkout / ".venv")).split()[0]
+            parts.append(f"make {command}: {said}, .venv {mib} MiB")
+    return "; ".join(parts), passed
 
 
 def _out(*command: str) -> str:
@@ -173,22 +182,10 @@ def _out(*command: str) -> str:
     return done.stdout.strip()
 
 
-def _summary(result: SystemResult) -> str:
-    parts = [f"{result.name}, Python {result.python}" if result.python else result.name]
-    parts += [result.problem] if result.problem else []
-    for one in result.ran:
-        counted = "".join(f", {n} {what}" for what, n in one.counts.items())
-        problem = f", FAILED: {one.problem}" if one.problem else ""
-        parts.append(f"{one.command}: {one.seconds:.0f} s, .venv {one.mib} MiB{counted}{problem}")
-    return f"{'passed' if result.passed else 'FAILED'}  {'; '.join(parts)}"
-
-
-def _as_json_object(result: SystemResult) -> dict[str, Any]:
-    return {**asdict(result), "passed": result.passed}
-
-
-def _print_progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def _is_free(port: int) -> bool:
+    with socket.socket() as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return tried.connect_ex(("127.0.0.1", port)) != 0
 
 
 if __name__ == "__main__":

@@ -1,22 +1,24 @@
 """Bare systems: Debian or Ubuntu with the packages that README's *Start* names, and no others.
 
 They are kept in the cache of `tests/deploy/base_image.py` and made again each week, so that they
-stay current.
+stay current. Commands in them see this machine's network, devices and processors, but not its files
+and processes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.deploy.base_image import AUTHORITIES, debian
+from tests.deploy.base_image import AUTHORITIES, CONTAINED_COMMAND, debian
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,6 @@ SYSTEMS = {
         System("resolute", "Ubuntu 26.04", ubuntu=True),
     )
 }
-DEFAULT_SYSTEMS = ("bookworm", "trixie", "testing")
 # An installed system has the last two; a root by mmdebstrap lacks them (Ubuntu's has no apt).
 PACKAGES = ("git", "make", "python3", "python3-venv", "apt", "ca-certificates")
 PROGRAMS = {
@@ -48,11 +49,34 @@ PROGRAMS = {
     "unshare": "util-linux",
 }
 NEWCOMER = "newcomer"  # the user who runs the commands, which need no root
+CHECKOUT_PATH = f"/home/{NEWCOMER}/llama-gateway"
+LEFT_BEHIND = "LEFT BEHIND: "
+"""Begins the lines that name processes which were still running when a command ended."""
 VERSION = 1  # raise it when the steps below change
 WEEK = "%G-%V"
 # Settings of apt on this machine that decide how it reaches its archive.
 APT_NETWORK_SETTING = re.compile(r"Acquire::(?:https?::|Check-Date |Check-Valid-Until )")
 UBUNTU_KEYS = Path("usr/share/keyrings/ubuntu-archive-keyring.gpg")
+# The mounts end with the namespace.
+_ENTER_ROOT = """
+root=$1 user=$2 place=$3; shift 3
+mount --rbind /dev "$root/dev"
+mount --rbind /sys "$root/sys"
+mount -t proc proc "$root/proc"
+mount -t tmpfs -o mode=1777 tmpfs "$root/dev/shm"
+exec /usr/sbin/chroot "$root" sh -c '
+  user=$1 place=$2; shift 2
+  cd "$place"
+  setpriv --reuid="$user" --regid="$user" --init-groups "$@"
+  status=$?
+  for one in /proc/[0-9]*; do
+    if [ "$one" != /proc/1 ] && read -r stat 2>/dev/null <"$one/stat"; then
+      case $stat in *") Z "*) ;; *) echo "LEFT BEHIND: $stat" ;; esac
+    fi
+  done
+  exit "$status"
+' sh "$user" "$place" "$@"
+"""
 
 
 def unsupported_reason() -> str:
@@ -77,16 +101,8 @@ def bare_root(cache: Path, system: System) -> Path:
         'rm -f "$1"/var/cache/apt/archives/*.deb',
         f'chroot "$1" useradd --create-home --shell=/bin/bash {NEWCOMER}',
     ]
-    made_of = (system, PACKAGES, VERSION, time.strftime(WEEK))
-    return debian(
-        cache,
-        f"fresh-{system.suite}",
-        made_of,
-        PACKAGES,
-        hooks,
-        suite=system.suite,
-        options=options,
-    )
+    name, made_of = f"fresh-{system.suite}", (system, PACKAGES, VERSION, time.strftime(WEEK))
+    return debian(cache, name, made_of, PACKAGES, hooks, suite=system.suite, options=options)
 
 
 def _ubuntu_keys(cache: Path, options: Sequence[str]) -> Path:
@@ -103,13 +119,8 @@ def _ubuntu_keys(cache: Path, options: Sequence[str]) -> Path:
 
 def _apt_network_settings() -> list[str]:
     """This machine's network settings of apt, such as proxies."""
-    dump = subprocess.run(
-        ["apt-config", "dump", "--no-empty", "--format", '%f "%v";%n'],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    ).stdout
+    command = ["apt-config", "dump", "--no-empty", "--format", '%f "%v";%n']
+    dump = subprocess.check_output(command, text=True, timeout=60)
     return [line for line in dump.splitlines() if APT_NETWORK_SETTING.match(line)]
 
 
@@ -125,13 +136,8 @@ def registry_settings() -> dict[str, str]:
         if name.lower() in {"http_proxy", "https_proxy", "no_proxy", "npm_config_registry"}
     }
     found["NODE_EXTRA_CA_CERTS"] = str(AUTHORITIES)
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "list"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    command = [sys.executable, "-m", "pip", "config", "list"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     for line in done.stdout.splitlines():
         setting, _, value = line.partition("=")
         name = setting.rpartition(".")[2]
@@ -151,3 +157,30 @@ def copy_network_settings(root: Path) -> None:
             there = root / file.relative_to("/")
             there.unlink(missing_ok=True)
             shutil.copyfile(file, there)
+
+
+@contextlib.contextmanager
+def running_command(
+    root: Path, command: list[str], output: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command in the checkout as a plain user; it and its children end with the block."""
+    variables = {
+        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "HOME": str(Path(CHECKOUT_PATH).parent),
+        "USER": NEWCOMER,
+        "LANG": "C.UTF-8",
+        "TERM": "dumb",
+        **registry_settings(),
+    }
+    arguments = [str(root), NEWCOMER, CHECKOUT_PATH, *command]
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            [*CONTAINED_COMMAND, "--", "sh", "-euc", _ENTER_ROOT, "sh", *arguments],
+            stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+            start_new_session=True, env=variables,
+        )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()

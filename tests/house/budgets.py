@@ -6,7 +6,7 @@ Without an option it measures in seconds: lines, modules, and those that a strea
 the reference: a loop, timed every 20 seconds, tells how much work a second of this machine is now.
 
 A budget whose `python` is not the one that runs is reported only. `--lower` writes what is clearly
-below its limit into the file; `--begin` forgets the history, and begins it with what is measured.
+below its limit into the file.
 
 Exit status: 0 within; 1 a budget is passed; 2 usage error, the file breaks its rules, or nothing
 could be measured. With `--cpu`, that of the command if it failed.
@@ -68,7 +68,7 @@ class Budget:
     tolerance: float = 0.0
     """The share of the limit by which a measurement may differ from it."""
     python: str | None = None
-    """The build that the limits hold for, if they depend on it; empty until they begin."""
+    """The build that the limits hold for, if they depend on it."""
 
     @property
     def limit(self) -> int | None:
@@ -154,10 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     which.add_argument("--instructions", action="store_true", help="count instructions")
     which.add_argument("--cpu", metavar="NAME", help="budget of the command's CPU seconds")
     parser.add_argument("command", nargs="*", help="behind --: what --cpu runs")
-    change = parser.add_mutually_exclusive_group()
-    change.add_argument("--lower", action="store_true", help="lower limits to what is measured")
-    change.add_argument("--begin", action="store_true", help="begin the history anew")
-    parser.add_argument("--json", action="store_true", help="print one line of JSON for scripts")
+    parser.add_argument("--lower", action="store_true", help="lower limits to what is measured")
     parser.add_argument("--file", type=Path, default=FILE, help="default: tests/budgets.toml")
     options = parser.parse_args(arguments)
     if bool(options.cpu) != bool(options.command):
@@ -185,34 +182,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (RuntimeError, subprocess.CalledProcessError) as error:
             print(f"nothing was measured: {error}", file=sys.stderr)
             return 2
-    if options.lower or options.begin:
-        rewrite(file, measured, begin=options.begin)
-    return judge(file, measured, as_json=options.json)
+    if options.lower:
+        lower(file, measured)
+    return judge(file, measured)
 
 
-def rewrite(file: BudgetFile, measured: Mapping[str, int], *, begin: bool) -> None:
-    """Lower limits to what is measured, or begin with it."""
+def lower(file: BudgetFile, measured: Mapping[str, int]) -> None:
+    """Write what is clearly below its limit into the file."""
     for name, value in measured.items():
-        budget = file.budgets[name]
-        if begin:
-            limits = [Limit(value, datetime.now(UTC).date(), "the beginning")]
-            python = None if budget.python is None else PYTHON
-            file.budgets[name] = Budget(budget.means, limits, budget.tolerance, python)
-        elif budget.verdict(value) == "below":
+        if (budget := file.budgets[name]).verdict(value) == "below":
             budget.lower(value)
     file.write()
 
 
-def judge(file: BudgetFile, measured: Mapping[str, int], *, as_json: bool) -> int:
+def judge(file: BudgetFile, measured: Mapping[str, int]) -> int:
     """Print each figure beside its limit; the exit status."""
     verdicts = {name: file.budgets[name].verdict(value) for name, value in measured.items()}
-    if as_json:
-        rows = [
-            {"name": name, "measured": value, "limit": file.budgets[name].limit, "verdict": verdict}
-            for (name, value), verdict in zip(measured.items(), verdicts.values(), strict=True)
-        ]
-        print(json.dumps(rows))
-        return int("passed" in verdicts.values())
     for name, value in measured.items():
         budget = file.budgets[name]
         limit = "none" if budget.limit is None else f"{budget.limit:,}"

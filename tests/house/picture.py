@@ -8,7 +8,6 @@ modules in its list of a chat. A test says when the drawing is out of date.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import re
 import sys
@@ -120,21 +119,9 @@ def counted(text: str, root: Path) -> str:
     return re.sub(r"(?P<begin>\| `(?P<path>[\w/]+\.py)` \| )(?P<lines>\d+) \|", row, text)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the drawing, or write the page."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.house.picture",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--write", action="store_true", help=f"renew {PAGE}")
-    if parser.parse_args(arguments).write:
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--write"]:
         (ROOT / PAGE).write_text(counted(page(ROOT), ROOT))
     else:
-        order, known = layers(ROOT), packages(modules(ROOT))
-        print(drawing(order, known), table(order, known), sep="\n\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        found = layers(ROOT), packages(modules(ROOT))
+        print(__doc__, drawing(*found), table(*found), sep="\n\n")

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,32 +87,12 @@ def _base(module: Module, node: ast.ImportFrom) -> str:
 
 
 def cycles(edges: Mapping[str, Collection[str]]) -> list[list[str]]:
-    """Strongly connected components of more than one name (Tarjan), each sorted."""
-    index: dict[str, int] = {}
-    lowest: dict[str, int] = {}
-    stack: list[str] = []
-    components = []
-
-    def visit(name: str) -> None:
-        index[name] = lowest[name] = len(index)
-        stack.append(name)
-        for other in sorted(edges.get(name, ())):
-            if other not in index:
-                visit(other)
-                lowest[name] = min(lowest[name], lowest[other])
-            elif other in stack:
-                lowest[name] = min(lowest[name], index[other])
-        if lowest[name] == index[name]:
-            at = stack.index(name)
-            cycle = stack[at:]
-            del stack[at:]
-            if len(cycle) > 1:
-                components.append(sorted(cycle))
-
-    for name in sorted(edges):
-        if name not in index:
-            visit(name)
-    return sorted(components)
+    """A circle of names, sorted, if there is one."""
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        return [sorted(set(error.args[1]))]
+    return []
 
 
 def shared_class_names(found: Sequence[Module]) -> dict[str, list[str]]:

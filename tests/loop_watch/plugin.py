@@ -139,20 +139,14 @@ class _Watch:
 def table(turns: Iterable[Record]) -> str:
     """The turns by place, the longest first."""
     places: dict[str, list[Record]] = {}
-    for one in turns:
+    for one in sorted(turns, key=lambda one: -one.cpu):
         places.setdefault(one.place, []).append(one)
-    longest = sorted(places.items(), key=lambda item: -max(one.cpu for one in item[1]))
-    lines = []
-    for place, found in longest:
-        figures = [
-            max(column)
-            for column in zip(*((o.cpu, o.wall, o.collecting) for o in found), strict=True)
-        ]
-        text = " ".join(f"{1000 * figure:>6.0f}" for figure in figures)
-        lines.append(f"{text} {len(found):>6}  {place}\n")
-    if not lines:
-        return "no turn of an event loop took 20 ms\n"
-    return "".join(["   CPU  clock     gc  turns  where (ms, each the most)\n", *lines])
+    lines = ["   CPU  clock     gc  turns  where (ms, of the longest)\n"]
+    for place, (most, *others) in places.items():
+        figures = (1000 * figure for figure in (most.cpu, most.wall, most.collecting))
+        text = " ".join(f"{figure:>6.0f}" for figure in figures)
+        lines.append(f"{text} {1 + len(others):>6}  {place}\n")
+    return "".join(lines) if places else "no turn of an event loop took 20 ms\n"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

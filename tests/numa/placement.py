@@ -40,5 +40,25 @@ def _cpus(task: Path) -> str:
     return str(found)
 
 
+def flag(server: dict[str, Any], name: str) -> str:
+    """The value of an option in a server's command."""
+    command = server["command"]
+    return str(command[command.index(name) + 1])
+
+
+def check_memory(server: dict[str, Any], node: int) -> None:
+    """Its private memory is bound to a node and lies there."""
+    assert server["policies"] == [f"bind:{node}"]
+    assert list(server["anonymous_pages"]) == [str(node)]
+    assert server["anonymous_pages"][str(node)] > 2000  # the model alone has 950 pages
+
+
+def check_model(server: dict[str, Any]) -> None:
+    """It has a copy of the model, and has locked it."""
+    assert "--no-mmap" in server["command"]
+    assert not server["maps_model"]
+    assert server["locked_kib"] > 3500
+
+
 if __name__ == "__main__":
     print(json.dumps([placement(int(pid)) for pid in sys.argv[1:]]))

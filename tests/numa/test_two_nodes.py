@@ -11,6 +11,7 @@ import pytest
 from tests.deploy.base_image import cache_folder
 from tests.deploy.release_files import ReleaseFiles
 from tests.numa.machine import CORES, SOCKETS, THREADS, run_in_two_nodes
+from tests.numa.placement import check_memory, check_model, flag
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(3600)]
 
@@ -27,12 +28,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     print(f"booted in {report['boot']:.0f} s, looked at in {report['seconds']:.0f} s")
     assert "error" not in report, f"{report['error']}\n{report['log']}"
     return report
-
-
-def flag(server: dict[str, Any], name: str) -> str:
-    command = server["command"]
-    value: str = command[command.index(name) + 1]
-    return value
 
 
 def test_topology_finds_both_nodes(report: dict[str, Any]) -> None:
@@ -64,17 +59,12 @@ def test_their_memory_is_bound_to_their_node_and_lies_there(
     report: dict[str, Any], when: str
 ) -> None:
     for server in report[when]:
-        own = str(CPUS.index(server["cpus"]))
-        assert server["policies"] == [f"bind:{own}"]
-        assert list(server["anonymous_pages"]) == [own]
-        assert server["anonymous_pages"][own] > 2000  # the model alone has 950 pages
+        check_memory(server, CPUS.index(server["cpus"]))
 
 
 def test_each_has_a_copy_of_the_model_and_locks_it(report: dict[str, Any]) -> None:
     for server in report["servers"]:
-        assert "--no-mmap" in server["command"]
-        assert not server["maps_model"]
-        assert server["locked_kib"] > 3500
+        check_model(server)
 
 
 def test_both_answer_chats(report: dict[str, Any]) -> None:

@@ -97,12 +97,6 @@ def servers(
     return placements
 
 
-def flag(server: dict[str, Any], name: str) -> str:
-    command = server["command"]
-    value: str = command[command.index(name) + 1]
-    return value
-
-
 def test_each_numa_node_has_its_unit_bound_to_it(units: list[dict[str, str]]) -> None:
     assert [{key: unit[key] for key in unit if key != "MainPID"} for unit in units] == [
         {
@@ -126,24 +120,19 @@ def test_the_machine_has_no_other_server(node: Guest) -> None:
 
 def test_every_thread_is_kept_to_the_cores_of_its_node(servers: list[dict[str, Any]]) -> None:
     assert [server["cpus_of_threads"] for server in servers] == [[cpus] for cpus in CPUS]
-    assert [flag(server, "--threads") for server in servers] == [str(CORES)] * SOCKETS
+    assert [placement.flag(server, "--threads") for server in servers] == [str(CORES)] * SOCKETS
 
 
 def test_memory_is_bound_to_its_node_and_lies_there(servers: list[dict[str, Any]]) -> None:
     for number, server in enumerate(servers):
-        own = str(number)
-        assert server["policies"] == [f"bind:{own}"]
-        assert list(server["anonymous_pages"]) == [own]
-        assert server["anonymous_pages"][own] > 2000  # the model alone has 950 pages
+        placement.check_memory(server, number)
 
 
 def test_each_has_a_copy_of_the_model_and_locks_it_without_root(
     servers: list[dict[str, Any]],
 ) -> None:
     for server in servers:
-        assert "--no-mmap" in server["command"]
-        assert not server["maps_model"]
-        assert server["locked_kib"] > 3500
+        placement.check_model(server)
 
 
 def test_each_server_is_healthy_and_answers_a_chat(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import math
 import random
 from collections import Counter
@@ -31,8 +32,8 @@ from gateway.schedule.core.tiers import (
 from gateway.terms import Priority
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
+from tests.emulator.openai_endpoint import Endpoint
 from tests.gateways import Running, running_gateway, until
-from tests.hybrid.endpoint import Endpoint
 from tests.nodes.build import a_spec
 from tests.virtual import in_virtual_time, now
 
@@ -445,8 +446,8 @@ async def test_premium_goes_to_the_gpu_which_is_asked_only_for_its_models_and_an
             assert (answer.status, answer.tier, answer.fallback) == (200, "gpu", None)
             assert "one " in answer.text
         # Under its own name and key.
-        assert [body["model"] for body in site.gpu.seen] == [site.gpu.model] * 4
-        assert site.gpu.statuses[401] == 0
+        assert [json.loads(one.body)["model"] for one in site.gpu.seen] == [site.gpu.model] * 4
+        assert site.gpu.refused == []
         assert set(site.gpu.paths) == {"/v1/models", CHAT}
         shown = await site.shown()
         assert (shown["state"], shown["slots_total"], shown["kind"]) == ("ready", 8, "openai")
@@ -613,7 +614,7 @@ async def test_a_clients_own_organization_does_not_lock_out_others(tmp_path: Pat
 async def test_the_limit_of_an_endpoint_is_learnt_and_no_premium_request_fails(
     tmp_path: Path,
 ) -> None:
-    gpu = Endpoint(places=3, refuse=True, first=0.02, token=0.005)
+    gpu = Endpoint(places=3, refuses=True, first=0.02, token=0.005)
     async with a_site(tmp_path, gpu, a_cpu(slots=4, decode_tps=80.0)) as site:
         answers: list[Answer] = []
         stop = now() + 4.0
@@ -626,5 +627,5 @@ async def test_the_limit_of_an_endpoint_is_learnt_and_no_premium_request_fails(
         assert [answer for answer in answers if not answer.whole] == []
         assert (await site.shown())["slots_total"] <= 4
         assert tiers(answers)["gpu"] > 20
-        late = [when for when in gpu.refused_at if when > stop - 2.0]
+        late = [when for _, when in gpu.refused if when > stop - 2.0]
         assert len(late) <= 4

@@ -1,1 +1,0 @@
-"""The two pictures with which README begins, each drawn from recorded figures."""
