@@ -16,11 +16,11 @@ from gateway.workshop.bench.load import Load, Loop, RequestGoal, RequestPattern,
 from gateway.workshop.bench.report import BenchReport, BenchSession, FitError, Limit, LoadFigures
 from gateway.workshop.simulate.simulation import read_trace
 from tests.emulator import EmulatedNode
+from tests.emulator.process import emulator_process
 from tests.known import known
 from tests.local.powercap import PowercapTree
 from tests.transport.raw import Peer, once, raw_server
 from tests.virtual import in_virtual_time, now
-from tests.workshop.bench.beside_guidellm import emulated_node
 from tests.workshop.bench.measuring import STREAM_HEAD, measure, plan
 
 
@@ -261,9 +261,10 @@ async def test_a_stream_without_end_is_cut(piece: bytes, timeout: float, reason:
 @pytest.mark.slow
 async def test_what_is_measured_is_what_the_server_did() -> None:
     """Beside the server's own clock, so that a slow machine makes both of them slow."""
-    with emulated_node(slots=4, prefill_tps=128, decode_tps=20) as url:
+    speeds = ("--slots", "4", "--prefill-tps", "128", "--decode-tps", "20")
+    with emulator_process(*speeds, "--answer-tokens", "1000000") as node:
         loads = parse_loads(Loop.CLOSED, "4", 8, None)
-        session = BenchSession(plan(url, loads, pattern=RequestPattern(256, 60)))
+        session = BenchSession(plan(node.url, loads, pattern=RequestPattern(256, 60)))
         await session.run()
     (run,) = session.runs
     assert [one.error for one in run.results] == [None] * 8

@@ -8,18 +8,27 @@ from typing import Any
 import pytest
 
 from gateway.config.errors import ConfigError
-from gateway.workshop.plan.answer import Deployment, PlanAnswer, break_even, compare_deployments
+from gateway.workshop.plan.answer import (
+    Deployment,
+    PlanAnswer,
+    answer,
+    break_even,
+    compare_deployments,
+)
 from gateway.workshop.plan.catalogue import FleetPrice, NodeType, packaged_catalogue, read_catalogue
 from gateway.workshop.plan.search import (
     DIRECT,
+    GATEWAY,
     FleetOption,
     FleetPart,
+    FleetTrial,
     Goal,
     PlanQuestion,
     TimeLimit,
     Workload,
     alone,
     erlang_c,
+    estimate,
     find_fleet,
     fleet_name,
     from_trace,
@@ -39,10 +48,28 @@ from gateway.workshop.simulate.simulation import (
 )
 from tests.each_case import each_case
 from tests.known import known
-from tests.workshop.plan.accuracy import SHAPES, Shape, both
-from tests.workshop.plan.build import CPU, GPU, a_type, planned, try_fleet
 
 WORKLOAD = Workload(600, 100, 100)
+
+
+def a_type(name: str = "node", **fields: Any) -> NodeType:
+    given = {"decode_tps": 10.0, "prefill_tps": 100.0, "price_per_hour": 0.2, **fields}
+    return NodeType.model_validate({"name": name, **given})
+
+
+CPU = a_type("cpu", slots=2)
+GPU = a_type(
+    "gpu", tier="gpu", slots=8, decode_tps=60, prefill_tps=3000, batch_cost=0.05, price_per_hour=2.0
+)
+
+
+def planned(workload: Workload, *types: NodeType) -> PlanAnswer:
+    return answer(PlanQuestion(workload, Goal(), types, requests=800), TimeLimit(120.0))
+
+
+def try_fleet(parts: tuple[FleetPart, ...], trace: Trace, policy: str = GATEWAY) -> FleetTrial:
+    question = PlanQuestion(Workload(1.0, 100, 100), Goal(), ())
+    return question.play(parts, trace, TimeLimit(3600.0), policy)
 
 
 def machine(slots: int = 1, decode: float = 10, prefill: float = 100) -> SimulatedMachine:
@@ -80,13 +107,22 @@ def test_times_are_those_of_the_simulated_server() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES[1:5], ids=str)
+@pytest.mark.parametrize(
+    ("nodes", "slots", "prompt", "speeds"),
+    [(3, 1, 100, {}), (1, 2, 300, {}), (1, 4, 800, {}),
+     (2, 2, 1500, {"decode_tps": 40, "prefill_tps": 600})],
+)  # fmt: skip
 @pytest.mark.parametrize("use", [0.6, 0.8])
 def test_the_estimate_of_the_wait_is_too_long_rather_than_too_short(
-    shape: Shape, use: float
+    nodes: int, slots: int, prompt: int, speeds: dict[str, Any], use: float
 ) -> None:
     """By less than a third, or than the simulator can tell, at 95 % confidence."""
-    found, trial = both(shape, use, requests=10_000)
+    kind, completion = a_type(slots=slots, **speeds), 180 if speeds else 100
+    times = node_times(kind.machine("m"), prompt, completion)
+    arrivals = use * nodes * times.capacity
+    workload = Workload(arrivals * 3600, prompt, completion)
+    found = estimate(times, nodes, arrivals, lengths_scv=workload.lengths_scv)
+    trial = try_fleet((FleetPart(kind, nodes),), make_trace(workload, 10_000, seed=11))
     assert found.wait >= trial.wait.mean - trial.wait_error
     assert found.wait <= trial.wait.mean * 1.33 + trial.wait_error
     assert found.service == pytest.approx(trial.service, rel=0.15)
@@ -94,15 +130,15 @@ def test_the_estimate_of_the_wait_is_too_long_rather_than_too_short(
 
 def test_the_first_tenth_of_the_requests_is_not_counted_and_parts_share_the_rest() -> None:
     parts = (FleetPart(a_type("slow"), 1), FleetPart(a_type("fast", decode_tps=80.0), 1))
-    trial = try_fleet(parts, make_trace(Workload(300, 100, 100), 500, seed=1), TimeLimit(60.0))
+    trace = make_trace(Workload(300, 100, 100), 500, seed=1)
+    trial = try_fleet(parts, trace)
     assert trial.requests == 450
     slow, fast = trial.shares
     assert slow.requests + fast.requests == pytest.approx(1.0)
     assert fast.completion_tokens > slow.completion_tokens
     assert fleet_name(parts) == "1 x slow + 1 x fast"
     # Without the gateway requests wait inside the node.
-    trace = make_trace(Workload(300, 100, 100), 500, seed=1)
-    trial = try_fleet((FleetPart(a_type(), 1),), trace, TimeLimit(60.0), policy=DIRECT)
+    trial = try_fleet((FleetPart(a_type(), 1),), trace, DIRECT)
     assert trial.waiting_share > 0.5
     assert trial.wait.mean > 0
 
@@ -121,13 +157,13 @@ def test_a_goal_takes_more_nodes_than_the_work_and_no_more_than_it_must() -> Non
     least = least_count(a_type(), WORKLOAD, Goal(ttft_p95=5.0))
     assert max(loose.machines, least) < tight.machines
     fewer = (FleetPart(a_type(), tight.machines - 1),)
-    trial = try_fleet(fewer, make_trace(WORKLOAD, 1500, seed=1), TimeLimit(120.0))
+    trial = try_fleet(fewer, make_trace(WORKLOAD, 1500, seed=1))
     assert Goal(ttft_p95=5.0).misses(trial) != []
 
 
 def test_a_node_alone_is_the_fastest_fleet_and_what_an_earlier_turn_has_read_is_not_read() -> None:
     trace = make_trace(WORKLOAD, 800, seed=1)
-    trial = try_fleet((FleetPart(a_type(), 50),), trace, TimeLimit(60.0))
+    trial = try_fleet((FleetPart(a_type(), 50),), trace)
     found = (trial.ttft.p95, trial.completion.p95)
     assert found == pytest.approx(alone(trace.jobs, a_type()), rel=0.05)
     turns = [Job(0, n * 100.0, TracePrompt(7, 1000 + n * 20), 10) for n in range(40)]
