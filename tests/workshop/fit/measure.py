@@ -1,11 +1,11 @@
 """Compares `llama-gateway fit` with real servers, and prints the tables of docs/fit.md.
 
-    python -m tests.workshop.fit.measure memory|speed|clock|rates
+    python -m tests.workshop.fit.measure memory|clock|rates
 
 It writes models of more than 1 GB with random weights into a folder under /tmp, one at a time, and
-removes each. `memory` takes about ten minutes on two cores, the others two each. `speed` and
-`rates` measure one core by the time that it worked, so that other work there matters little;
-`clock` measures all cores and needs an idle machine.
+removes each. `memory` takes about ten minutes on two cores, the others two each. `rates` measures
+one core by the time that it worked, so that other work there matters little; `clock` measures all
+cores and needs an idle machine.
 """
 
 from __future__ import annotations
@@ -14,13 +14,10 @@ import argparse
 import platform
 import re
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 
@@ -31,7 +28,6 @@ from tests.known import known
 from tests.workshop.fit.random_models import Recipe, write
 from tests.workshop.fit.real_server import (
     TINY,
-    RealServer,
     model_memory,
     process_memory,
     real_server,
@@ -39,18 +35,6 @@ from tests.workshop.fit.real_server import (
 )
 
 MIB = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A model, and how a server runs it."""
-
-    recipe: Recipe
-    slots: int = 1
-    context: int = 2048
-    types: tuple[str, str] = ("f16", "f16")
-    """Of keys and of values."""
-    no_mmap: bool = False
 
 
 GROUPED = Recipe("gqa-f16", 8, 2048, 16, 4, 4096, vocabulary=100_000)
@@ -71,20 +55,19 @@ QUANTIZED = Recipe(
     "gqa-q4_0", 24, 2048, 32, 8, 6144, weights=Type.Q4_0, output=Type.Q6_K, vocabulary=150_000
 )
 
-MEMORY_CASES = (
-    Case(QUANTIZED, context=256),
-    Case(HYBRID, slots=2, context=256),
-    Case(PLAIN, slots=4, context=256),
-    Case(GROUPED, context=512),
-    Case(GROUPED, slots=4, context=256, types=("q8_0", "q8_0")),
-    Case(MIXTURE, context=2048),
-    Case(MIXTURE, slots=4, context=512, types=("q8_0", "q4_0")),
-    Case(MIXTURE, context=1024, types=("f32", "f32")),
-    Case(MIXTURE, context=512, no_mmap=True),
-    Case(WINDOWED, context=1024),
+HALF, MAPPED = ("f16", "f16"), False
+MEMORY_CASES = (  # slots, context, types of keys and of values, no mmap
+    (QUANTIZED, 1, 256, HALF, MAPPED),
+    (HYBRID, 2, 256, HALF, MAPPED),
+    (PLAIN, 4, 256, HALF, MAPPED),
+    (GROUPED, 1, 512, HALF, MAPPED),
+    (GROUPED, 4, 256, ("q8_0", "q8_0"), MAPPED),
+    (MIXTURE, 1, 2048, HALF, MAPPED),
+    (MIXTURE, 4, 512, ("q8_0", "q4_0"), MAPPED),
+    (MIXTURE, 1, 1024, ("f32", "f32"), MAPPED),
+    (MIXTURE, 1, 512, HALF, True),
+    (WINDOWED, 1, 1024, HALF, MAPPED),
 )
-
-
 RATE_TYPES = (
     Type.F32, Type.F16, Type.BF16, Type.Q8_0, Type.Q6_K, Type.Q5_K, Type.Q4_K, Type.Q4_0, Type.Q3_K,
     Type.Q2_K,
@@ -104,7 +87,6 @@ SPEED_MODELS = (
 )  # fmt: skip
 CLOCK_ROUNDS = 5
 LEAST_PROMPT = 8
-STREAM_BYTES = 256 * MIB
 WARM_UP = 8
 PROMPT = 64
 ANSWER = 16
@@ -120,15 +102,14 @@ def memory(folder: Path) -> None:
     print(f"a server without a model takes {process / MIB:.0f} MiB")
     print("| model | file MiB | slots x context | KV | predicted MiB | measured MiB | error |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    for case in MEMORY_CASES:
-        with _written(case.recipe, folder) as path:
-            predicted, measured = model_memory(
-                path, process, case.slots, case.context, case.types, case.no_mmap
-            )
+    for recipe, *case in MEMORY_CASES:
+        slots, context, types, no_mmap = case
+        with _written(recipe, folder) as path:
+            predicted, measured = model_memory(path, process, *case)
             size = path.stat().st_size
         print(
-            f"| {case.recipe.name}{' (no mmap)' if case.no_mmap else ''} | {size / MIB:.0f} | "
-            f"{case.slots} x {case.context} | {', '.join(dict.fromkeys(case.types))} | "
+            f"| {recipe.name}{' (no mmap)' if no_mmap else ''} | {size / MIB:.0f} | "
+            f"{slots} x {context} | {', '.join(dict.fromkeys(types))} | "
             f"{predicted / MIB:.0f} | {measured / MIB:.0f} | {predicted / measured - 1:+.1%} |",
             flush=True,
         )
@@ -157,28 +138,10 @@ def rates(folder: Path) -> None:
         print(f"| {kind.name.lower()} | {decode / 1e9:.1f} | {prefill / 1e9:.0f} |", flush=True)
 
 
-def speed(folder: Path) -> None:
-    """Print expected against measured speed of one core, by the time that it worked."""
-    _print_speeds(folder, 1, 1, _core_bandwidth, RealServer.cpu_speeds)
-
-
 def clock(folder: Path) -> None:
     """Print expected against measured speed of all cores by the clock. The machine must be idle."""
-    machine = read_topology()
-    threads = machine.threads_per_server(machine.nodes[0])
-    _print_speeds(
-        folder, threads, CLOCK_ROUNDS, lambda: measure_bandwidth(machine), RealServer.speeds
-    )
-
-
-def _print_speeds(
-    folder: Path,
-    threads: int,
-    rounds: int,
-    bandwidth_now: Callable[[], float],
-    speeds: Callable[[RealServer, int, int], tuple[float, float]],
-) -> None:
-    flags = read_topology().processor.flags
+    topology = read_topology()
+    threads = topology.threads_per_server(topology.nodes[0])
     print(f"{threads} threads")
     print("| model | file MiB | memory GB/s | decode: expected | measured | error | "
           "prefill: expected | measured | error |")  # fmt: skip
@@ -189,11 +152,12 @@ def _print_speeds(
             bandwidth, read, wrote = 0.0, 0.0, 0.0
             with real_server(path, context=512, threads=threads) as server:
                 server.complete(32, WARM_UP)
-                for _ in range(rounds):  # in turn, so that both see the same neighbours
-                    bandwidth = max(bandwidth, bandwidth_now())
-                    prefill, decode = speeds(server, PROMPT, ANSWER)
-                    read, wrote = max(read, prefill), max(wrote, decode)
-            place = Place("this machine", 1, 0)
+                for _ in range(CLOCK_ROUNDS):  # in turn, so that both see the same neighbours
+                    bandwidth = max(bandwidth, measure_bandwidth(topology))
+                    timings = server.complete(PROMPT, ANSWER)["timings"]
+                    read = max(read, timings["prompt_per_second"])
+                    wrote = max(wrote, timings["predicted_per_second"])
+            place, flags = Place("this machine", 1, 0), topology.processor.flags
             one = Machine((place,), threads, instruction_set(flags), bandwidth, "measured")
             expected = known(expected_speed(shape, ServerSettings(1, 512), one, used=PROMPT))
             size = path.stat().st_size
@@ -205,17 +169,6 @@ def _print_speeds(
         )
 
 
-def _core_bandwidth() -> float:
-    """Bytes/s that one core reads while it has a CPU."""
-    data = np.ones(STREAM_BYTES, dtype=np.int8)
-    best = 0.0
-    for _ in range(8):
-        began = time.thread_time()
-        data.max()
-        best = max(best, STREAM_BYTES / (time.thread_time() - began))
-    return best
-
-
 @contextmanager
 def _written(recipe: Recipe, folder: Path) -> Iterator[Path]:
     path = write(recipe, folder)
@@ -225,7 +178,7 @@ def _written(recipe: Recipe, folder: Path) -> Iterator[Path]:
         path.unlink()
 
 
-MEASUREMENTS = {"memory": memory, "rates": rates, "speed": speed, "clock": clock}
+MEASUREMENTS = {"memory": memory, "rates": rates, "clock": clock}
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ several GiB takes as long as its bytes take to be written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -23,10 +23,6 @@ SEED = 7
 SCALES = {  # where a block's 16-bit scales stand, in bytes
     Type.Q8_0: (0,),
     Type.Q4_0: (0,),
-    Type.Q4_1: (0, 2),
-    Type.Q5_0: (0,),
-    Type.Q5_1: (0, 2),
-    Type.IQ4_NL: (0,),
     Type.Q2_K: (80, 82),
     Type.Q3_K: (108,),
     Type.Q4_K: (0, 2),
@@ -48,7 +44,7 @@ class Recipe:
     vocabulary: int = 2048
     weights: Type = Type.F16
     output: Type | None = None  # None: as the weights
-    architecture: str = "llama"  # llama, gemma3, lfm2 or deepseek2
+    architecture: str = "llama"  # llama, gemma3, lfm2 or qwen2
     head_size: int = 0  # 0: the width over the heads
     experts: int = 0
     experts_used: int = 0
@@ -61,12 +57,21 @@ class Recipe:
         return self.head_size or self.width // self.heads
 
 
-def write(recipe: Recipe, folder: Path, *, hollow: bool = False) -> Path:
-    """Write the model; `hollow` without its weights, as a hole in the file."""
+Row = tuple[str, tuple[int, ...], Type]
+"""The name, the shape and the type of a tensor."""
+
+
+def write(
+    recipe: Recipe, folder: Path, *, hollow: bool = False, rows: Iterable[Row] | None = None
+) -> Path:
+    """Write the model; `hollow` without its weights, as a hole in the file.
+
+    `rows`: its tensors, where they are not those of the recipe.
+    """
     path = folder / f"{recipe.name}.gguf"
     writer = gguf.GGUFWriter(path, recipe.architecture)
     _metadata(writer, recipe)
-    all_tensors = list(tensors(recipe))
+    all_tensors = list(rows or tensors(recipe))
     for name, shape, kind in all_tensors:
         writer.add_tensor_info(name, shape, np.dtype(np.float32), tensor_bytes(shape, kind), kind)
     writer.write_header_to_file()
@@ -75,7 +80,8 @@ def write(recipe: Recipe, folder: Path, *, hollow: bool = False) -> Path:
     writer.close()
     with path.open("r+b") as file:
         at = -(-file.seek(0, 2) // 32) * 32
-        pieces = {kind: _piece(kind) for kind in {kind for _, _, kind in all_tensors}}
+        kinds = set() if hollow else {kind for _, _, kind in all_tensors}
+        pieces = {kind: _piece(kind) for kind in kinds}
         for name, shape, kind in all_tensors:
             file.seek(at)
             size = tensor_bytes(shape, kind)
@@ -155,7 +161,7 @@ def _attends(recipe: Recipe, layer: int) -> bool:
     return layer % recipe.attention_every == recipe.attention_every - 1
 
 
-def tensors(recipe: Recipe) -> Iterator[tuple[str, tuple[int, ...], Type]]:
+def tensors(recipe: Recipe) -> Iterator[Row]:
     width, hidden, kind = recipe.width, recipe.feed_forward, recipe.weights
     queries, keys = recipe.heads * recipe.key_length, recipe.kv_heads * recipe.key_length
     yield "token_embd.weight", (recipe.vocabulary, width), kind

@@ -55,16 +55,12 @@ class RealServer:
             )
         assert [one["timings"]["prompt_n"] for one in done] == [prompt] * self.spec.slots
 
-    def speeds(self, prompt: int, answer: int) -> tuple[float, float]:
-        """Tokens per second of prefill and of decode, one request alone, by the clock."""
-        timings = self.complete(prompt, answer)["timings"]
-        return timings["prompt_per_second"], timings["predicted_per_second"]
-
     def cpu_speeds(self, prompt: int, answer: int, rounds: int = 3) -> tuple[float, float]:
-        """The same, by the time that the server had a CPU: other work takes turns with it.
+        """Tokens per second of prefill and of decode, by the time that the server had a CPU.
 
-        It is that of the clock on an idle machine if the server has one thread. Other work makes a
-        round slower alone, by what it does to the caches, so that the fastest of each counts.
+        Other work takes turns with it. It is that of the clock on an idle machine if the server has
+        one thread. Other work makes a round slower alone, by what it does to the caches, so that
+        the fastest of each counts.
         """
         reading = min(self._cpu_seconds_of(prompt, 1) for _ in range(rounds))
         first = min(self._cpu_seconds_of(LEAD_TOKENS, 1) for _ in range(rounds))
@@ -85,14 +81,13 @@ class RealServer:
     ) -> dict[str, Any]:
         """Send a prompt of so many tokens; return the server's answer."""
         ids = [FIRST_WORD + (first + 31 * number) % WORDS for number in range(prompt)]
-        body = {
+        body: dict[str, Any] = {
             "prompt": ids,
             "n_predict": answer,
             "ignore_eos": True,
             "cache_prompt": False,
-            "temperature": 0,
-            "id_slot": slot,
         }
+        body |= {"temperature": 0, "id_slot": slot}
         response = httpx.post(f"{self.url}/completion", json=body, timeout=ANSWER_LIMIT)
         response.raise_for_status()
         found: dict[str, Any] = response.json()
