@@ -42,7 +42,7 @@ def server(content: bytes, authority: Path) -> Iterator[FileServer]:
     issuer.cert_pem.write_to_path(authority)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     issuer.issue_cert("127.0.0.1").configure_cert(context)
-    with FileServer(content, context).serving() as server:
+    with FileServer(content).serving(context) as server:
         yield server
 
 
