@@ -11,8 +11,15 @@ from typing import Any
 import pytest
 
 from gateway.local.energy import EnergyMeter, find_energy_domains
-from gateway.workshop.bench.exchange import ENDPOINTS, TargetError
-from gateway.workshop.bench.load import Load, Loop, RequestGoal, RequestPattern, parse_loads
+from gateway.workshop.bench.exchange import CHAT, ENDPOINTS, TargetError
+from gateway.workshop.bench.load import (
+    BenchPlan,
+    Load,
+    Loop,
+    RequestGoal,
+    RequestPattern,
+    parse_loads,
+)
 from gateway.workshop.bench.report import BenchReport, BenchSession, FitError, Limit, LoadFigures
 from gateway.workshop.simulate.simulation import read_trace
 from tests.emulator import EmulatedNode
@@ -21,7 +28,22 @@ from tests.known import known
 from tests.local.powercap import PowercapTree
 from tests.transport.raw import Peer, once, raw_server
 from tests.virtual import in_virtual_time, now
-from tests.workshop.bench.measuring import STREAM_HEAD, measure, plan
+
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
+
+
+def plan(url: str, loads: list[Load] | None = None, **options: Any) -> BenchPlan:
+    """A plan of a few small requests."""
+    usual: dict[str, Any] = {"pattern": RequestPattern(64, 8), "endpoint": CHAT, "warm_up": 1}
+    loads = loads or parse_loads(Loop.CLOSED, "2", 4, None)
+    return BenchPlan(url=url, loads=loads, **usual | options)
+
+
+async def measure(url: str, loads: list[Load] | None = None, **options: Any) -> BenchReport:
+    """Measure a server."""
+    session = BenchSession(plan(url, loads, **options), clock=now)
+    await session.run()
+    return session.report()
 
 
 def only(report: BenchReport) -> LoadFigures:
@@ -123,6 +145,27 @@ async def test_fields_that_a_server_refuses_are_left_out() -> None:
     assert "stream_options" in bodies[1]
     assert all("stream_options" not in one and "ignore_eos" not in one for one in bodies[2:])
     assert (found.succeeded, found.completion_tokens) == (4, 5)
+
+
+async def test_without_usage_words_are_taken_for_tokens_and_that_is_said() -> None:
+    seen: list[int] = []
+
+    async def answer(peer: Peer) -> None:
+        head, _, body = (await peer.request()).partition(b"\r\n\r\n")
+        if b"/chat/completions" in head:
+            seen.append(len(json.loads(body)["messages"][0]["content"].split()))
+            event = b'data: {"choices":[{"delta":{"content":"a"},"finish_reason":"stop"}]}\n\n'
+            await peer.say(STREAM_HEAD + event)
+        else:
+            await peer.say(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
+
+    async with raw_server(answer) as server:
+        report = await measure(f"http://127.0.0.1:{server.port}")
+    assert report.client["prompt_lengths_by"] == "guessed: one token a word"
+    assert seen[-4:] == [64] * 4
+    for note in ("sends no usage", "tells no token counts"):
+        assert any(note in one for one in report.notes)
+    assert any("names no model" in note for note in report.server.notes)
 
 
 async def test_what_can_not_be_measured_is_told_with_the_remedy_before_the_load() -> None:
