@@ -11,7 +11,7 @@ from gateway.cli.progress import (
 )
 from gateway.cli.terminal import CommandFailed
 from gateway.local.server import ServerEvent
-from tests.cli.batch_api import batch_api
+from tests.cli.local_server import Answer, answering
 from tests.each_case import each_case
 
 
@@ -76,12 +76,15 @@ def test_patience_waits_as_long_as_the_gateway_says_and_ends() -> None:
 def test_which_errors_are_worth_another_try(
     status: int, headers: dict[str, str], error: type[Exception]
 ) -> None:
-    with batch_api() as api, PublicFlags(url=api.url).connect() as client:
-        api.refusals.append((status, headers, "no"))
+    no = {"error": {"message": "no", "type": "invalid_request_error", "code": None}}
+    answers: list[Answer] = [(status, headers, no), (200, {}, b"<html>")]
+    with (
+        answering(lambda *_: answers.pop(0)) as url,
+        PublicFlags(url=url).connect() as client,
+    ):
         with pytest.raises(error) as raised:
             client.batch("batch_1")
         assert f"answers {status}: no" in str(raised.value)
-        api.answer = lambda *_: (200, b"<html>")  # type: ignore[method-assign]
         with pytest.raises(CommandFailed, match="is no gateway with /v1/batches"):
             client.batch("batch_1")
         if isinstance(raised.value, GatewayAway):
