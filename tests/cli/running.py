@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import os
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from unittest.mock import patch
 
 from gateway.cli import main
+from tests.gateways import Running
 
 LIMIT = 120.0  # seconds for a process
 
@@ -55,6 +57,12 @@ def refusal(*arguments: str, status: int = 2, stdin: str = "") -> str:
     assert (ran.status, ran.out) == (status, ""), ran
     assert "Traceback" not in ran.err
     return ran.err
+
+
+async def run_beside(gateway: Running, *arguments: str) -> Ran:
+    """Run a command that asks this gateway, which serves here."""
+    given = ("--admin-url", gateway.admin_url, "--config", str(gateway.settings_file))
+    return await asyncio.to_thread(run, *arguments, *given)
 
 
 def run_process(

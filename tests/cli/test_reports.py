@@ -18,10 +18,10 @@ from gateway.store.store import Store
 from gateway.watch.audit import AuditTrail
 from tests.callers.ledger_rows import a_row, add_rows
 from tests.callers.metered_gateway import ALICE, VIP, chat, metered_gateway, recorded
-from tests.cli.running import Ran, output, refusal, run
+from tests.cli.running import output, refusal, run, run_beside
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
-from tests.gateways import Running, running_gateway
+from tests.gateways import running_gateway
 
 THEN = 1_700_000_000.0
 """The time of the first entry of the audit log."""
@@ -50,34 +50,26 @@ def filled(folder: Path, count: int = 3) -> Path:
     return settings_of(folder)
 
 
-async def through(
-    running: Running, command: str, *arguments: str, config: Path | None = None
-) -> Ran:
-    """The command beside the gateway that serves here."""
-    given = ("--admin-url", running.admin_url, "--config", str(config or running.settings_file))
-    return await asyncio.to_thread(run, command, *arguments, *given)
-
-
 async def test_the_running_gateway_is_asked(tmp_path: Path) -> None:
     async with metered_gateway(tmp_path) as running:
         await chat(running, ALICE)
         await chat(running, VIP)
         await recorded(running, 2)
-        told = await through(running, "usage", "--by", "key", "--json")
+        told = await run_beside(running, "usage", "--by", "key", "--json")
         assert told.status == 0
         assert f"of the gateway at {running.admin_url}" in told.err
         assert "gateway.db" in told.err
         rows = {row["key"]: row["requests"] for row in json.loads(told.out)["rows"]}
         assert rows == {"alice": 1, "vip": 1}
-        table = await through(running, "usage", "--by", "key", "--csv")
+        table = await run_beside(running, "usage", "--by", "key", "--csv")
         assert [row["key"] for row in csv.DictReader(io.StringIO(table.out))] == ["vip", "alice"]
-        shown = await through(running, "usage", "--by", "tier,key")
+        shown = await run_beside(running, "usage", "--by", "tier,key")
         assert ("TIER" in shown.out, "requests were charged" in shown.out) == (True, True)
-        told = await through(running, "requests")
+        told = await run_beside(running, "requests")
         header, latest, first = told.out.splitlines()
         assert header.split()[:5] == ["ENDED", "SECONDS", "WAIT", "TTFT", "OUTCOME"]
         assert ("vip" in latest, "Alice" in first) == (True, True)
-        found = json.loads((await through(running, "requests", "--key", "Alice", "--json")).out)
+        found = json.loads((await run_beside(running, "requests", "--key", "Alice", "--json")).out)
         assert ([one["key"] for one in found["requests"]], found["complete"]) == (["alice"], True)
 
 
@@ -86,12 +78,14 @@ async def test_another_store_than_the_gateways_and_none_at_all_are_told(tmp_path
         (tmp_path / name).mkdir()
     other = settings_of(tmp_path / "own")
     async with metered_gateway(tmp_path) as running:
-        told = await through(running, "usage", config=other)
+        told = await asyncio.to_thread(
+            run, "usage", "--admin-url", running.admin_url, "--config", str(other)
+        )
         assert (told.status, told.out) == (2, "")
         assert "own.db" in told.err
         assert "--config" in told.err
     async with metered_gateway(tmp_path / "none", store={"url": "off"}) as running:
-        told = await through(running, "usage")
+        told = await run_beside(running, "usage")
         assert (told.status, "has no store" in told.err) == (1, True)
 
 
@@ -164,7 +158,7 @@ async def test_the_running_gateway_is_asked_page_by_page(url: str, tmp_path: Pat
     async with EmulatedNode() as node, running_gateway(tmp_path, [node.url], settings) as running:
         for number in range(990):
             running.gateway.audit.record("alice", "operator", "drain", f"node-{number}")
-        ran = await through(running, "audit", "--limit", "2000", "--action", "drain", "--json")
+        ran = await run_beside(running, "audit", "--limit", "2000", "--action", "drain", "--json")
         assert "of the gateway at" in ran.err
         targets = [one["target"] for one in json.loads(ran.out)["entries"]]
         assert targets == [f"node-{number}" for number in reversed(range(990))]
@@ -172,13 +166,13 @@ async def test_the_running_gateway_is_asked_page_by_page(url: str, tmp_path: Pat
             running.gateway.audit.record("alice", "operator", "drain", f"node-{number}")
             if number % 500 == 0:
                 await running.gateway.audit.flush()
-        ran = await through(running, "audit", "--limit", "2000", "--json")
+        ran = await run_beside(running, "audit", "--limit", "2000", "--json")
         found = json.loads(ran.out)["entries"]
         ids = [one["id"] for one in found]
         assert ids == sorted(set(ids), reverse=True)
         # Without a store the last 1,000 are kept.
         assert len(found) == 1000 if url == "off" else len(found) > 1500
-        table = (await through(running, "audit", "--target", "node-1499")).out
+        table = (await run_beside(running, "audit", "--target", "node-1499")).out
         assert [line.split()[4] for line in table.splitlines()] == ["TARGET", "node-1499"]
 
 
