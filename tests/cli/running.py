@@ -81,27 +81,32 @@ def run_process(
     return Ran(ended.returncode, ended.stdout, ended.stderr)
 
 
-def run_on_terminal(*arguments: str, **environment: str) -> tuple[int, str]:
-    """Run the command with stderr on a terminal; return its status and the terminal's output."""
+def run_on_terminal(
+    *arguments: str, question: bytes = b"", typed: str = "", **environment: str
+) -> tuple[int, str]:
+    """Run the command with stdin and stderr on a terminal, where `typed` answers a question.
+
+    Returns its status and the terminal's output.
+    """
     ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gateway", *arguments],
+        env={**os.environ, "TERM": "xterm-256color", **environment},
+        stdin=theirs,
+        stderr=theirs,
+        stdout=subprocess.DEVNULL,
+    )
+    os.close(theirs)
+    shown = b""
     try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "gateway", *arguments],
-            env={**os.environ, "TERM": "xterm-256color", **environment},
-            stderr=theirs,
-            stdout=subprocess.DEVNULL,
-        )
-        os.close(theirs)
-        shown = read_until(ours)
+        with contextlib.suppress(OSError):  # Linux: how a terminal whose other side is closed ends
+            while part := os.read(ours, 65536):
+                shown += part
+                if typed and question in shown:
+                    os.write(ours, f"{typed}\n".encode())
+                    typed = ""
         return process.wait(LIMIT), shown.decode(errors="replace")
     finally:
         os.close(ours)
-
-
-def read_until(terminal: int, mark: bytes | None = None) -> bytes:
-    """Read a terminal until `mark` appears, or until its other side is closed."""
-    read = b""
-    with contextlib.suppress(OSError):  # Linux: how a terminal whose other side is closed ends
-        while (mark is None or mark not in read) and (part := os.read(terminal, 65536)):
-            read += part
-    return read
+        process.kill()
+        process.wait()

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import ssl
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +13,7 @@ import pytest
 import trustme
 
 from tests.cli.admin_api import AdminApi, admin_api
-from tests.cli.running import LIMIT, Ran, read_until, refusal, run
+from tests.cli.running import Ran, refusal, run, run_on_terminal
 from tests.each_case import each_case
 
 
@@ -280,26 +276,9 @@ def test_all_nodes_of_a_model_are_not_drained_without_yes(fleet: AdminApi) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize(("answer", "status"), [("y", 0), ("n", 1)])
 def test_on_a_terminal_it_asks(fleet: AdminApi, answer: str, status: int) -> None:
-    ours, theirs = pty.openpty()
-    command = ["nodes", "drain", "a0", "a1", "b0", "b1", "--admin-url", fleet.url]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "gateway", *command],
-        stdin=theirs,
-        stderr=theirs,
-        stdout=subprocess.DEVNULL,
-        cwd=Path(__file__).parents[2],
-    )
-    os.close(theirs)
-    try:
-        assert b"no other node serves mistral-7b" in read_until(ours, b"all the same?")
-        assert posted(fleet) == []
-        os.write(ours, f"{answer}\n".encode())
-        read_until(ours)
-        assert process.wait(LIMIT) == status
-    finally:
-        os.close(ours)
-        process.kill()
-        process.wait()
+    command = ("nodes", "drain", "a0", "a1", "b0", "b1", "--admin-url", fleet.url)
+    ended, shown = run_on_terminal(*command, question=b"all the same?", typed=answer)
+    assert (ended, "no other node serves mistral-7b" in shown) == (status, True)
     assert bool(posted(fleet)) is (status == 0)
 
 
