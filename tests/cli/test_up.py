@@ -173,10 +173,10 @@ class TestServing:
             assert answer.json()["choices"][0]["message"]["content"].strip()
             await until(it.ready)
             nodes = await it.listed("nodes")
-            assert {name: node["slots_total"] for name, node in nodes.items()} == {
-                "local-0": 3,
-                "local-1": 3,
-            }
+            labels = {"numa": "0", "started_by": "llama-gateway up"}
+            for name in ("local-0", "local-1"):
+                assert (nodes[name]["slots_total"], nodes[name]["labels"]) == (3, labels)
+                assert (nodes[name]["host"], nodes[name]["models"]) == ("localhost", ["demo"])
             servers = it.servers()
             assert len(servers) == 2
             assert await it.end() == 0

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 RANGE_UJ = 262_143_328_850  # of an Intel package
@@ -47,23 +43,3 @@ class PowercapTree:
         value = int(counter.read_text()) + microjoules
         draft.write_text(f"{value % range_uj if value > range_uj else value}\n")
         draft.replace(counter)  # a reader never sees half of it
-
-    @contextmanager
-    def drawing(self, zone: str, watts: float) -> Iterator[None]:
-        """Advance a counter in steps of some milliseconds, as a machine that takes `watts` does."""
-        over = threading.Event()
-
-        def advance() -> None:
-            before = time.monotonic()
-            while not over.wait(0.002):
-                now = time.monotonic()
-                self.use(zone, round((now - before) * watts * 1e6))
-                before = now
-
-        thread = threading.Thread(target=advance)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()

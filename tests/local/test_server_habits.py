@@ -127,8 +127,12 @@ def test_the_head_comes_at_once_with_a_free_slot_and_is_withheld_without(url: st
     assert any(withheld(url) for _ in range(10))
 
 
-def test_settings_can_not_be_changed_from_outside(url: str) -> None:
+def test_settings_can_not_be_changed_and_no_web_page_may_read_slots(url: str) -> None:
     assert CLIENT.post(f"{url}/props", json={}).status_code == 501
+    evil = {"Origin": "http://evil.example"}
+    slots = CLIENT.get(f"{url}/slots", headers=evil)
+    told = slots.headers.get("access-control-allow-origin", "")
+    assert (slots.status_code, told in {"*", *evil.values()}) == (200, False)
 
 
 # The embedded server.

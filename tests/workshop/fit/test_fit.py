@@ -28,8 +28,8 @@ from tests.known import known
 from tests.local.machine import make_machine
 from tests.local.small_models import MODELS, Published, types, weights, write_hollow
 from tests.workshop.fit.choosing import LLAMA_8B, MISTRAL_7B, MIXTRAL, rows
+from tests.workshop.fit.measure import model_memory, process_memory
 from tests.workshop.fit.random_models import Recipe, write
-from tests.workshop.fit.real_server import model_memory, process_memory
 
 MODEL = ModelFile(Path("m.gguf"), "m", 16 * GIB, 32_768, LLAMA_8B)
 SETTINGS = ServerSettings(2, 4096)
