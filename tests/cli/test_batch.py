@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -22,8 +22,11 @@ import httpx
 import pytest
 from anyio.from_thread import start_blocking_portal
 
+from gateway.cli.client import GatewayAway, GatewayRefused, Patience, PublicFlags
+from gateway.cli.terminal import CommandFailed
 from tests.cli.local_server import Answer, answering
 from tests.cli.running import LIMIT, output, refusal, run
+from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.emulator.language_model import expected_text
 from tests.emulator.request_body import render_chat
@@ -84,13 +87,9 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
         with answering(relay.answer) as relay.url:
             monkeypatch.setenv("LLAMA_GATEWAY_URL", relay.url)
             monkeypatch.setenv("LLAMA_GATEWAY_KEY", KEY)
+            monkeypatch.setattr("gateway.cli.client.FIRST_PAUSE", 0.01)
+            monkeypatch.setattr("gateway.cli.batch.FIRST_POLL", 0.01)
             yield relay
-
-
-@pytest.fixture(autouse=True)
-def _looks_come_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.cli.client.FIRST_PAUSE", 0.01)
-    monkeypatch.setattr("gateway.cli.batch.FIRST_POLL", 0.01)
 
 
 @pytest.fixture
@@ -283,6 +282,85 @@ def test_errors_have_remedies_and_keys_are_used_and_never_shown(
     away = run("batch", "list", "--url", "http://127.0.0.1:9")
     assert (away.status, "is it running? --url names its address" in away.err) == (1, True)
     assert "must be like http://127.0.0.1:8000" in refusal("batch", "list", "--url", "ftp://there")
+
+
+# A gateway that is away.
+
+
+class Time:
+    """A clock that sleeping moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.notes: list[str] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def patience(self, seconds: float) -> Patience:
+        return Patience(seconds, lambda: self.now, self.sleep, note=self.notes.append)
+
+
+def failing(times: int, retry_after: float | None = None) -> Callable[[], str]:
+    left = [times]
+
+    def job() -> str:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise GatewayAway("nobody answers", retry_after)
+        return "done"
+
+    return job
+
+
+def test_a_gateway_that_is_away_is_asked_again_at_growing_intervals() -> None:
+    time = Time()
+    assert time.patience(600.0).call(failing(6)) == "done"
+    assert 10.0 < time.now < 25.0
+    assert time.notes == [
+        "nobody answers; trying again for up to 600 s",
+        f"the gateway answers again after {time.now:.0f} s",
+    ]
+
+
+def test_patience_waits_as_long_as_the_gateway_says_and_ends() -> None:
+    time = Time()
+    assert time.patience(600.0).call(failing(1, retry_after=42.0)) == "done"
+    assert time.now == 42.0
+    time = Time()
+    with pytest.raises(GatewayAway):
+        time.patience(30.0).call(failing(10_000))
+    assert time.now == pytest.approx(30.0)
+    with pytest.raises(GatewayAway):
+        time.patience(0.0).call(failing(1))
+
+
+@each_case(
+    ("status", "headers", "error"),
+    [
+        (503, {"retry-after": "7"}, GatewayAway),
+        (429, {}, GatewayAway),
+        (429, {"x-should-retry": "false"}, GatewayRefused),
+        (507, {}, GatewayRefused),
+        (404, {}, GatewayRefused),
+    ],
+)
+def test_which_errors_are_worth_another_try(
+    status: int, headers: dict[str, str], error: type[Exception]
+) -> None:
+    no = {"error": {"message": "no", "type": "invalid_request_error", "code": None}}
+    answers: list[Answer] = [(status, headers, no), (200, {}, b"<html>")]
+    with (
+        answering(lambda *_: answers.pop(0)) as url,
+        PublicFlags(url=url).connect() as client,
+    ):
+        with pytest.raises(error) as raised:
+            client.batch("batch_1")
+        assert f"answers {status}: no" in str(raised.value)
+        with pytest.raises(CommandFailed, match="is no gateway with /v1/batches"):
+            client.batch("batch_1")
+        if isinstance(raised.value, GatewayAway):
+            assert raised.value.retry_after == (7.0 if headers else None)
 
 
 async def until_told(process: Process, words: str) -> None:

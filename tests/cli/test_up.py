@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,12 +21,15 @@ import httpx
 import psutil
 import pytest
 import yaml
+from structlog.testing import capture_logs
 
+from gateway.cli.progress import StartupProgress
 from gateway.local.memory import file_memory
-from gateway.local.server import server_environment
+from gateway.local.server import ServerEvent, server_environment
 from tests.cli.running import refusal, run_process
 from tests.each_case import each_case
 from tests.known import known
+from tests.polling import eventually
 from tests.processes import wait_until_gone
 from tests.servers import demo_model, server_binary, server_path
 
@@ -93,8 +96,9 @@ class Up:
         found: list[dict[str, Any]] = (await self.request("GET", "models")).json()["data"]
         return found
 
-    async def ready(self) -> bool:
-        return {node["state"] for node in (await self.listed("nodes")).values()} == {"ready"}
+    async def ready(self) -> bool | None:
+        states = {node["state"] for node in (await self.listed("nodes")).values()}
+        return states == {"ready"} or None
 
     async def end(self, number: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(number)
@@ -134,12 +138,6 @@ async def running(
         await asyncio.wait_for(listening, START_LIMIT)
 
 
-async def until(condition: Callable[[], Awaitable[bool]], limit: float = 120.0) -> None:
-    async with asyncio.timeout(limit):
-        while not await condition():  # noqa: ASYNC110 - another process, seen by polling
-            await asyncio.sleep(0.02)
-
-
 async def all_gone(processes: list[psutil.Process]) -> None:
     await asyncio.to_thread(wait_until_gone, [one.pid for one in processes])
 
@@ -171,7 +169,7 @@ class TestServing:
             curl = re.fullmatch(rf"  curl {url}/v1/chat/completions -d '(.*)'", line)
             answer = await it.request("POST", "chat/completions", content=known(curl)[1])
             assert answer.json()["choices"][0]["message"]["content"].strip()
-            await until(it.ready)
+            await eventually(it.ready)
             nodes = await it.listed("nodes")
             labels = {"numa": "0", "started_by": "llama-gateway up"}
             for name in ("local-0", "local-1"):
@@ -225,8 +223,8 @@ class TestServing:
         async with running(environment, *arguments, "--config", settings) as it:
             assert "not a GGUF model" in await it.line_with("not served: broken.gguf")
 
-            async def names(expected: list[str]) -> bool:
-                return [one["id"] for one in await it.models()] == expected
+            async def names(expected: list[str]) -> bool | None:
+                return [one["id"] for one in await it.models()] == expected or None
 
             async def answers(name: str) -> None:
                 answer = await it.chat(model=name)
@@ -247,7 +245,7 @@ class TestServing:
             found = json.loads(await it.line_with('"models folder"'))
             assert (found["added"], found["removed"], found["not_served"]) == (["c"], [], [])
 
-            await until(lambda: names(["a", "b", "c"]))
+            await eventually(lambda: names(["a", "b", "c"]))
             await answers("c")
             servers = it.servers()
             assert len(servers) == 4
@@ -276,7 +274,7 @@ class TestServing:
         self, environment: dict[str, str], settings: Path
     ) -> None:
         async with running(environment, "--servers", "2", "--config", settings) as it:
-            await until(it.ready)
+            await eventually(it.ready)
             port = (await it.listed("nodes"))["local-0"]["url"].rpartition(":")[2]
             (victim,) = (one for one in it.servers() if port in one.cmdline())
             # It can't come back before the answer that comes from the other one.
@@ -288,7 +286,7 @@ class TestServing:
             assert (await it.chat()).headers["x-gateway-node"] == "local-1"
             shutil.move(away, model)
             await it.line_with('"server ready"')
-            await until(it.ready)
+            await eventually(it.ready)
             assert (await it.listed("nodes"))["local-0"]["url"].endswith(f":{port}")
             servers = it.servers()
             assert len(servers) == 2
@@ -332,8 +330,6 @@ class TestServing:
             await all_gone(servers)
             assert "Traceback" not in "".join(it.lines)
         assert left_behind(environment) == []
-
-        # Somebody else on this machine was quicker.
 
 
 # Refusing.
@@ -401,3 +397,20 @@ def test_a_port_in_use_is_reported_before_a_server_starts(flag: str) -> None:
     assert ran.status == 1
     assert f"choose another with {flag}" in ran.err
     assert "started on" not in ran.err
+
+
+def test_after_the_start_a_server_that_exits_and_returns_is_logged(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with StartupProgress(["one"]) as progress:
+        pass
+    with capture_logs() as logged:
+        progress.show(ServerEvent("one", "exited", "exit status 1", 4.0))
+        progress.show(ServerEvent("one", "loading"))
+        progress.show(ServerEvent("one", "ready", seconds=3.14))
+    assert capsys.readouterr().err.strip() == ""
+    assert logged == [
+        {"event": "server exited", "log_level": "warning", "server": "one",
+         "how": "exit status 1", "restart_in": 4.0},
+        {"event": "server ready", "log_level": "info", "server": "one", "seconds": 3.1},
+    ]  # fmt: skip

@@ -1,17 +1,14 @@
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import gateway
 from gateway.local import LocalFleetError, ServerStartError
 from gateway.local.embedded import argument_parser
 from gateway.local.server import (
@@ -32,6 +29,7 @@ from gateway.local.server import (
 )
 from gateway.local.topology import read_fields
 from tests.each_case import each_case
+from tests.gateways import until
 from tests.known import known
 from tests.processes import gone
 from tests.servers import demo_model, server_binary
@@ -208,9 +206,6 @@ def test_a_log_that_grows_past_its_limit_is_cut_under_its_writer(tmp_path: Path)
 # Fleets of them.
 
 
-ROOT = Path(gateway.__file__).parent.parent
-
-
 def specs(count: int, model: Path | None = None) -> list[ServerSpec]:
     given = {"model": model or demo_model(), "alias": "demo", "threads": 1, "numa_node": 0}
     plan: dict[str, Any] = {"slots": 2, "context": 2048, **given}
@@ -220,12 +215,6 @@ def specs(count: int, model: Path | None = None) -> list[ServerSpec]:
 def local_fleet(plan: list[ServerSpec], folder: Path, **options: Any) -> LocalFleet:
     """A fleet on free ports, of the llama.cpp servers that this run is about."""
     return LocalFleet(plan, folder, **{"binary": server_binary(), "base_port": 0, **options})
-
-
-async def until(condition: Callable[[], bool], limit: float = 60.0) -> None:
-    async with asyncio.timeout(limit):
-        while not condition():  # noqa: ASYNC110 - a process tells no event
-            await asyncio.sleep(0.02)
 
 
 def test_the_backoff_doubles_up_to_a_limit_and_is_reset_by_uptime() -> None:
