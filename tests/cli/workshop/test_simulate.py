@@ -25,6 +25,7 @@ def test_policies_are_compared_in_a_table_a_picture_and_for_scripts(tmp_path: Pa
     assert [one["policy"] for one in result["policies"]] == ["nginx", "least_finish"]
     for one in result["policies"]:
         assert 0 < one["bound"] <= one["completion"]["mean"]
+        assert 0 < one["cached_share"] < 1
         assert {"p50", "p95", "p99", "mean"} == set(one["ttft"])
         assert one["ratio"] == pytest.approx(one["completion"]["mean"] / one["bound"])
 

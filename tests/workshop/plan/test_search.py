@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -41,7 +40,6 @@ from gateway.workshop.simulate.fleets import models_from_text, with_shares
 from gateway.workshop.simulate.simulation import (
     Job,
     SimulatedMachine,
-    SimulatedServer,
     Trace,
     TracePrompt,
     build_trace,
@@ -86,24 +84,6 @@ def machine(slots: int = 1, decode: float = 10, prefill: float = 100) -> Simulat
 )  # fmt: skip
 def test_erlang_c_is_that_of_the_tables(servers: int, offered: float, probability: float) -> None:
     assert erlang_c(servers, offered) == pytest.approx(probability, rel=1e-3)
-
-
-def test_times_are_those_of_the_simulated_server() -> None:
-    """A full node, kept full, ends as many requests as the formula says."""
-    one = machine(slots=4, decode=40, prefill=600)
-    times = node_times(one, 700, 100)
-    server = SimulatedServer(one)
-    now, ended = 0.0, 0
-    rng = random.Random(3)
-    for number in range(400):
-        # Lengths differ, or all would read and write in step.
-        tokens, written = rng.randrange(600, 801), rng.randrange(60, 141)
-        server.take(Job(number, 0.0, TracePrompt(-1 - number, tokens), written), 0.0, 0.0)
-    while server.next_end >= 0:
-        now = server.next_end
-        ended += len(server.end_steps(now, now)[1])
-    assert ended == 400
-    assert ended / now == pytest.approx(times.capacity, rel=0.05)
 
 
 @pytest.mark.slow
