@@ -9,9 +9,13 @@ import re
 import shutil
 import signal
 import socket
+import ssl
+import subprocess
 import sys
+import threading
+import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,15 +24,18 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import trustme
 import yaml
 from structlog.testing import capture_logs
 
 from gateway.cli.progress import StartupProgress
+from gateway.local.cache import downloads_folder
 from gateway.local.memory import file_memory
 from gateway.local.server import ServerEvent, server_environment
-from tests.cli.running import refusal, run_process
+from tests.cli.running import refusal, run_on_terminal, run_process
 from tests.each_case import each_case
 from tests.known import known
+from tests.local.file_server import Fault, FileServer, digest
 from tests.polling import eventually
 from tests.processes import wait_until_gone
 from tests.servers import demo_model, server_binary, server_path
@@ -414,3 +421,138 @@ def test_after_the_start_a_server_that_exits_and_returns_is_logged(
          "how": "exit status 1", "restart_in": 4.0},
         {"event": "server ready", "log_level": "info", "server": "one", "seconds": 3.1},
     ]  # fmt: skip
+
+
+# Models from a real HTTPS server.
+
+
+TOKEN = "hf_" + "secret" * 5
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[FileServer]:
+    issuer = trustme.CA()
+    issuer.cert_pem.write_to_path(tmp_path / "authority.pem")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    issuer.issue_cert("127.0.0.1").configure_cert(context)
+    with FileServer(demo_model().read_bytes()).serving(context) as server:
+        yield server
+
+
+@pytest.fixture
+def with_token(
+    environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, str]:
+    """The environment of the command, here and in other processes, with a token."""
+    environment |= {"SSL_CERT_FILE": str(tmp_path / "authority.pem"), "HF_TOKEN": TOKEN}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    return environment
+
+
+def parts(environment: dict[str, str]) -> list[Path]:
+    return list(downloads_folder(Path(environment["LLAMA_GATEWAY_CACHE"])).glob("*/*.part"))
+
+
+@pytest.mark.real
+@pytest.mark.slow
+async def test_a_model_is_downloaded_served_and_not_downloaded_again(
+    server: FileServer, with_token: dict[str, str]
+) -> None:
+    cdn = f"{server.origin}/cdn/x?X-Signature=hunter2"
+    server.faults.extend([Fault(302, {"Location": cdn}), Fault(cut=1_000_000)])
+    url = f"{server.origin}/models/tiny-Q8.gguf?key=hunter2"
+    arguments = ("--model", url, "--sha256", digest(server.content), "--token-env", "HF_TOKEN")
+    for _ in range(2):
+        async with running(with_token, *arguments) as it:
+            await it.chat()
+            assert [model["id"] for model in await it.models()] == ["tiny-Q8"]
+            assert await it.end() == 0
+        output = "\n".join(it.lines)
+        assert "Traceback" not in output
+        for secret in ("hunter2", TOKEN):
+            assert secret not in output
+    targets = [target for target, _ in server.requests]
+    assert targets == [
+        "/models/tiny-Q8.gguf?key=hunter2", "/cdn/x?X-Signature=hunter2",
+        "/models/tiny-Q8.gguf?key=hunter2",
+    ]  # fmt: skip
+    assert server.ranges_asked == [None, None, "bytes=1000000-"]
+    assert all(headers["authorization"] == f"Bearer {TOKEN}" for _, headers in server.requests)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_keeps_what_has_arrived(
+    server: FileServer, with_token: dict[str, str], number: signal.Signals
+) -> None:
+    held = threading.Event()
+    server.faults.append(Fault(hold=held))
+    with subprocess.Popen(
+        [*COMMAND, "--model", f"{server.origin}/m.gguf"], env=with_token,
+        stderr=subprocess.PIPE, text=True
+    ) as process:  # fmt: skip
+        try:
+            assert server.half_way.wait(60)
+            while not (found := parts(with_token)) or not found[0].stat().st_size:
+                assert process.poll() is None
+                time.sleep(0.01)
+            process.send_signal(number)
+            _, err = process.communicate(timeout=60)
+        finally:
+            held.set()
+            process.kill()
+    assert process.returncode == (130 if number == signal.SIGINT else -number)
+    assert "Traceback" not in err
+    assert ("the same command goes on" in err) is (number == signal.SIGINT)
+    (part,) = parts(with_token)
+    assert 0 < part.stat().st_size <= len(server.content) // 2
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_or_is_refused_is_not_downloaded_and_a_terminal_shows_a_bar(
+    server: FileServer, with_token: dict[str, str]
+) -> None:
+    url = f"{server.origin}/m.gguf"
+    status, shown = run_on_terminal(
+        "up", "--model", url, "--sha256", "0" * 64, **with_token, COLUMNS="100"
+    )
+    assert status == 1
+    assert "Downloading https://127.0.0.1" in shown
+    assert "MB" in shown or "MiB" in shown
+    assert "not 0000000000" in shown.replace("\r\n", "")
+    server.always = Fault(401)
+    told = refusal("up", "--model", url, status=1)
+    assert ("HTTP 401 Unauthorized" in told, "--token-env" in told) == (True, True)
+    assert all("authorization" not in headers for _, headers in server.requests)
+    server.always = Fault(announce=psutil.virtual_memory().total)
+    assert "not enough memory" in refusal("up", "--model", url, status=1)
+    assert parts(with_token) == []
+
+
+URL, TWO = "--model https://h/m.gguf ", "--model https://h/a.gguf --model https://h/b?k=hunter2 "
+SUM = f"--sha256 {'0' * 64} "
+
+
+@each_case(
+    ("words", "text"),
+    [
+        ("--model http://models.example/m.gguf?k=hunter2", "only https"),
+        ("--model ftp://me:hunter2@models.example/m.gguf", "only https"),
+        (URL + "--sha256 hunter2", "64 hexadecimal digits"),
+        (URL + SUM * 2, "given 2 times"),
+        ("--model https://h/m-00001-of-00003.gguf " + SUM, "1 times, but the model has 3 files"),
+        (URL + "--token-env NO_SUCH_TOKEN", "not set"),
+        (URL + "--token-env BAD_TOKEN", "holds no token"),
+        ("--model https://a:hunter2@h/m --token-env HF_TOKEN", "give one only"),
+        ("--model m.gguf " + SUM, "names no URL"),
+        (TWO + "--token-env HF_TOKEN", "--token-env is for one URL"),
+    ],
+)
+def test_wrong_usage_is_2_and_tells_no_secret(
+    with_token: dict[str, str], monkeypatch: pytest.MonkeyPatch, words: str, text: str
+) -> None:
+    monkeypatch.setenv("BAD_TOKEN", "hunter2\nX-Injected: 1")
+    told = refusal("up", *words.split())
+    assert text in told
+    assert "hunter2" not in told

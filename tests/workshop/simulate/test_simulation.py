@@ -99,16 +99,6 @@ def serve(
     return slot, cached
 
 
-def test_the_slot_with_most_of_the_prompt_takes_it() -> None:
-    cache = SimulatedPromptCache(2, 0)
-    serve(cache, TracePrompt(1, 100), 0.0)
-    other, _ = serve(cache, TracePrompt(2, 100), 1.0)
-    assert serve(cache, TracePrompt(2, 200), 2.0) == (other, 100)
-    assert serve(cache, TracePrompt(1, 200), 3.0) == (1 - other, 100)
-    # One token is always read.
-    assert serve(cache, TracePrompt(1, 200), 4.0) == (1 - other, 199)
-
-
 @each_case(("memory", "kept"), [(10_000, [TracePrompt(1, 1000)]), (0, [])])
 def test_a_prompt_that_lost_its_slot_comes_back_from_host_memory_alone(
     memory: int, kept: list[TracePrompt]
