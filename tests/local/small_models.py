@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from gguf import GGMLQuantizationType as Type
 
-from tests.workshop.fit.random_models import Recipe, Row, tensor_bytes, write
-
-TOKENS = 151_936
+from tests.workshop.fit.random_models import Recipe, tensor_bytes, tensors, write
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +43,7 @@ class Published:
 def qwen(size: str, *shape: int) -> Recipe:
     """Layers, width, heads, heads of keys, and width of the feed-forward."""
     name = f"qwen2.5-{size}-instruct-q4_k_m"
-    return Recipe(name, *shape, vocabulary=TOKENS, architecture="qwen2")
+    return Recipe(name, *shape, vocabulary=151_936, mixed=True, architecture="qwen2")
 
 
 SMALL = Published(
@@ -70,37 +67,9 @@ MODELS = (SMALL, LARGER)
 
 def write_hollow(model: Published, folder: Path) -> Path:
     """Write the file of `model` without its weights."""
-    path = write(model.recipe, folder, hollow=True, rows=tensors(model.recipe))
+    path = write(model.recipe, folder, hollow=True)
     os.truncate(path, model.size)
     return path
-
-
-def tensors(model: Recipe) -> Iterator[Row]:
-    """Every tensor with its shape and its type, as llama.cpp's Q4_K_M chooses it."""
-    normal, better = (Type.Q4_K, Type.Q6_K) if model.width % 256 == 0 else (Type.Q5_0, Type.Q8_0)
-    width, keys = model.width, model.kv_heads * model.key_length
-    yield "token_embd.weight", (TOKENS, width), normal
-    for layer in range(model.layers):
-        # An eighth of the layers at either end, and every third between them.
-        eighth = model.layers // 8
-        fine = layer < eighth or layer >= 7 * model.layers // 8 or (layer - eighth) % 3 == 2
-        for name, shape, kind in (
-            ("attn_norm.weight", (width,), Type.F32),
-            ("attn_q.weight", (width, width), normal),
-            ("attn_q.bias", (width,), Type.F32),
-            ("attn_k.weight", (keys, width), normal),
-            ("attn_k.bias", (keys,), Type.F32),
-            ("attn_v.weight", (keys, width), better if fine else normal),
-            ("attn_v.bias", (keys,), Type.F32),
-            ("attn_output.weight", (width, width), normal),
-            ("ffn_norm.weight", (width,), Type.F32),
-            ("ffn_gate.weight", (model.feed_forward, width), normal),
-            ("ffn_up.weight", (model.feed_forward, width), normal),
-            ("ffn_down.weight", (width, model.feed_forward), Type.Q6_K if fine else Type.Q4_K),
-        ):
-            yield f"blk.{layer}.{name}", shape, kind
-    yield "output_norm.weight", (width,), Type.F32
-    yield "output.weight", (TOKENS, width), better
 
 
 def types(model: Published) -> Counter[Type]:

@@ -6,7 +6,7 @@ several GiB takes as long as its bytes take to be written.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -16,6 +16,7 @@ import gguf
 import numpy as np
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
+from gguf.quants import quantize
 
 PIECE_BYTES = 1 << 22
 TRAINED_CONTEXT = 32_768
@@ -43,6 +44,7 @@ class Recipe:
     feed_forward: int
     vocabulary: int = 2048
     weights: Type = Type.F16
+    mixed: bool = False  # the weights are of the types that llama.cpp's Q4_K_M chooses
     output: Type | None = None  # None: as the weights
     architecture: str = "llama"  # llama, gemma3, lfm2 or qwen2
     head_size: int = 0  # 0: the width over the heads
@@ -57,21 +59,12 @@ class Recipe:
         return self.head_size or self.width // self.heads
 
 
-Row = tuple[str, tuple[int, ...], Type]
-"""The name, the shape and the type of a tensor."""
-
-
-def write(
-    recipe: Recipe, folder: Path, *, hollow: bool = False, rows: Iterable[Row] | None = None
-) -> Path:
-    """Write the model; `hollow` without its weights, as a hole in the file.
-
-    `rows`: its tensors, where they are not those of the recipe.
-    """
+def write(recipe: Recipe, folder: Path, *, hollow: bool = False) -> Path:
+    """Write the model; `hollow` without its weights, as a hole in the file."""
     path = folder / f"{recipe.name}.gguf"
     writer = gguf.GGUFWriter(path, recipe.architecture)
     _metadata(writer, recipe)
-    all_tensors = list(rows or tensors(recipe))
+    all_tensors = list(tensors(recipe))
     for name, shape, kind in all_tensors:
         writer.add_tensor_info(name, shape, np.dtype(np.float32), tensor_bytes(shape, kind), kind)
     writer.write_header_to_file()
@@ -109,13 +102,9 @@ def tensor_bytes(shape: tuple[int, ...], kind: Type) -> int:
 
 def _piece(kind: Type) -> bytes:
     rng = np.random.default_rng(SEED)
-    if kind in {Type.F32, Type.F16}:
-        form = np.float32 if kind is Type.F32 else np.float16
-        count = PIECE_BYTES // np.dtype(form).itemsize
-        return rng.normal(0, 0.03, count).astype(form).tobytes()
-    if kind is Type.BF16:
-        values = rng.normal(0, 0.03, PIECE_BYTES // 2).astype(np.float32)
-        return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    if kind not in SCALES:
+        values = rng.normal(0, 0.03, PIECE_BYTES // 4).astype(np.float32)
+        return quantize(values, kind).tobytes()
     size = GGML_QUANT_SIZES[kind][1]
     blocks = rng.integers(0, 256, (PIECE_BYTES // size, size), dtype=np.uint8)
     scale = np.frombuffer(np.float16(0.0004).tobytes(), dtype=np.uint8)
@@ -161,8 +150,10 @@ def _attends(recipe: Recipe, layer: int) -> bool:
     return layer % recipe.attention_every == recipe.attention_every - 1
 
 
-def tensors(recipe: Recipe) -> Iterator[Row]:
-    width, hidden, kind = recipe.width, recipe.feed_forward, recipe.weights
+def tensors(recipe: Recipe) -> Iterator[tuple[str, tuple[int, ...], Type]]:
+    """The name, the shape and the type of each tensor."""
+    width, hidden = recipe.width, recipe.feed_forward
+    kind = _q4_k_m(recipe, "token_embd", 0) if recipe.mixed else recipe.weights
     queries, keys = recipe.heads * recipe.key_length, recipe.kv_heads * recipe.key_length
     yield "token_embd.weight", (recipe.vocabulary, width), kind
     for layer in range(recipe.layers):
@@ -180,6 +171,8 @@ def tensors(recipe: Recipe) -> Iterator[Row]:
                 "attn_v": (keys, width),
                 "attn_output": (width, queries),
             }
+            if recipe.architecture == "qwen2":
+                rows |= {"attn_q.bias": (queries,), "attn_k.bias": (keys,), "attn_v.bias": (keys,)}
             if recipe.architecture in {"gemma3", "lfm2"}:
                 rows |= {"attn_q_norm": (recipe.key_length,), "attn_k_norm": (recipe.key_length,)}
         if recipe.architecture == "gemma3":
@@ -198,9 +191,23 @@ def tensors(recipe: Recipe) -> Iterator[Row]:
                 "ffn_down": (width, hidden),
             }
         for name, shape in rows.items():
-            small = name.endswith("norm") or name in {"ffn_gate_inp", "shortconv.conv"}
-            yield f"blk.{layer}.{name}.weight", shape, Type.F32 if small else kind
+            whole = name if name.endswith(".bias") else f"{name}.weight"
+            small = name.endswith(("norm", ".bias")) or name in {"ffn_gate_inp", "shortconv.conv"}
+            better = _q4_k_m(recipe, name, layer) if recipe.mixed else kind
+            yield f"blk.{layer}.{whole}", shape, Type.F32 if small else better
     last = "token_embd_norm" if recipe.architecture == "lfm2" else "output_norm"
     yield f"{last}.weight", (width,), Type.F32
-    if recipe.architecture == "llama":
-        yield "output.weight", (recipe.vocabulary, width), recipe.output or kind
+    if recipe.architecture in {"llama", "qwen2"}:
+        better = _q4_k_m(recipe, "output", 0) if recipe.mixed else recipe.output or kind
+        yield "output.weight", (recipe.vocabulary, width), better
+
+
+def _q4_k_m(recipe: Recipe, name: str, layer: int) -> Type:
+    """The type of a matrix of a published file."""
+    normal, better = (Type.Q4_K, Type.Q6_K) if recipe.width % 256 == 0 else (Type.Q5_0, Type.Q8_0)
+    # An eighth of the layers at either end, and every third between them.
+    layers, eighth = recipe.layers, recipe.layers // 8
+    fine = layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+    if name == "ffn_down":
+        return Type.Q6_K if fine else Type.Q4_K
+    return better if name == "output" or (name == "attn_v" and fine) else normal
