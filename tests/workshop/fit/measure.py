@@ -1,20 +1,18 @@
-"""Compares `llama-gateway fit` with real servers, and prints the tables of docs/fit.md.
+"""Compares `llama-gateway fit` with real servers, and prints tables like those of docs/fit.md.
 
     python -m tests.workshop.fit.measure memory|clock|rates
 
-It writes models of more than 1 GB with random weights into a folder under /tmp, one at a time, and
-removes each. `memory` takes about ten minutes on two cores, the others two each. `rates` measures
-one core by the time that it worked, so that other work there matters little; `clock` measures all
-cores and needs an idle machine.
+It writes models of some 700 MB with random weights into a folder under /tmp, one at a time, and
+removes each. Each takes some minutes on two cores. `rates` measures one core by the time that it
+worked, so that other work there matters little; `clock` measures all cores and needs an idle
+machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import platform
 import re
-import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -29,16 +27,14 @@ from gguf import GGMLQuantizationType as Type
 
 from gateway.local.gguf import ModelShape, read_model
 from gateway.local.memory import Place, ServerSettings, repacked_types, server_memory
-from gateway.local.server import ServerSpec, server_command, server_environment
 from gateway.local.topology import read_meminfo, read_topology
 from gateway.workshop.fit import Machine, expected_speed, instruction_set, measure_bandwidth
 from tests.known import known
-from tests.servers import DemoServer, stop_demo_server, wait_for_demo_server
+from tests.servers import running_demo_servers
 from tests.workshop.fit.random_models import Recipe, write
 
 MIB = 1 << 20
-START_LIMIT = 120.0  # seconds
-ANSWER_LIMIT = 420.0
+ANSWER_LIMIT = 420.0  # seconds
 FIRST_WORD = 259  # the first token of `random_models` that is neither control token nor byte
 WORDS = 900  # the vocabulary of the demo model has 1,225 tokens
 LEAD_TOKENS = 4  # of a prompt where only decode is measured
@@ -46,42 +42,11 @@ LAST_TOKENS = 8  # of a slot that is filled: they are decoded
 TINY = Recipe("tiny", layers=1, width=64, heads=2, kv_heads=2, feed_forward=64)
 
 
-GROUPED = Recipe("gqa-f16", 8, 2048, 16, 4, 4096, vocabulary=100_000)
-PLAIN = Recipe("mha-f16", 6, 2048, 16, 16, 4096, vocabulary=100_000)
-MIXTURE = Recipe(
-    "moe-q4_k", 20, 1024, 16, 16, 1024, experts=32, experts_used=4, weights=Type.Q4_K,
-    vocabulary=32_000, output=Type.Q6_K,
-)  # fmt: skip
-WINDOWED = Recipe(
-    "window-f16", 12, 1536, 8, 4, 3072, architecture="gemma3", window=512, head_size=256,
-    vocabulary=150_000,
-)  # fmt: skip
-HYBRID = Recipe(
-    "hybrid-q8_0", 14, 2048, 32, 8, 5632, architecture="lfm2", attention_every=3,
-    weights=Type.Q8_0, vocabulary=150_000,
-)  # fmt: skip
-QUANTIZED = Recipe(
-    "gqa-q4_0", 24, 2048, 32, 8, 6144, weights=Type.Q4_0, output=Type.Q6_K, vocabulary=150_000
-)
-
-HALF, MAPPED = ("f16", "f16"), False
-MEMORY_CASES = (  # slots, context, types of keys and of values, no mmap
-    (QUANTIZED, 1, 256, HALF, MAPPED),
-    (HYBRID, 2, 256, HALF, MAPPED),
-    (PLAIN, 4, 256, HALF, MAPPED),
-    (GROUPED, 1, 512, HALF, MAPPED),
-    (GROUPED, 4, 256, ("q8_0", "q8_0"), MAPPED),
-    (MIXTURE, 1, 2048, HALF, MAPPED),
-    (MIXTURE, 4, 512, ("q8_0", "q4_0"), MAPPED),
-    (MIXTURE, 1, 1024, ("f32", "f32"), MAPPED),
-    (MIXTURE, 1, 512, HALF, True),
-    (WINDOWED, 1, 1024, HALF, MAPPED),
-)
 RATE_TYPES = (
     Type.F32, Type.F16, Type.BF16, Type.Q8_0, Type.Q6_K, Type.Q5_K, Type.Q4_K, Type.Q4_0, Type.Q3_K,
     Type.Q2_K,
 )  # fmt: skip
-SPEED_MODELS = (
+MODELS = (
     Recipe("dense-f16", 10, 1024, 16, 4, 4096, vocabulary=32_000),
     Recipe("dense-q8_0", 12, 1536, 12, 4, 4096, weights=Type.Q8_0, vocabulary=32_000),
     Recipe(
@@ -109,17 +74,15 @@ def memory(folder: Path) -> None:
     """Print predicted against resident memory."""
     process = process_memory(folder)
     print(f"a server without a model takes {process / MIB:.0f} MiB")
-    print("| model | file MiB | slots x context | KV | predicted MiB | measured MiB | error |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    for recipe, *case in MEMORY_CASES:
-        slots, context, types, no_mmap = case
+    print("| model | file MiB | predicted MiB | measured MiB | error |")
+    print("| --- | --- | --- | --- | --- |")
+    for recipe in MODELS:
         with _written(recipe, folder) as path:
-            predicted, measured = model_memory(path, process, *case)
+            told, measured = model_memory(path, process, 2, 512, ("f16", "q8_0"))
             size = path.stat().st_size
         print(
-            f"| {recipe.name}{' (no mmap)' if no_mmap else ''} | {size / MIB:.0f} | "
-            f"{slots} x {context} | {', '.join(dict.fromkeys(types))} | "
-            f"{predicted / MIB:.0f} | {measured / MIB:.0f} | {predicted / measured - 1:+.1%} |",
+            f"| {recipe.name} | {size / MIB:.0f} | {told / MIB:.0f} | {measured / MIB:.0f} | "
+            f"{told / measured - 1:+.1%} |",
             flush=True,
         )
 
@@ -155,7 +118,7 @@ def clock(folder: Path) -> None:
     print("| model | file MiB | memory GB/s | decode: expected | measured | error | "
           "prefill: expected | measured | error |")  # fmt: skip
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-    for recipe in SPEED_MODELS:
+    for recipe in MODELS:
         with _written(recipe, folder) as path:
             shape = shape_of(path)
             bandwidth, read, wrote = 0.0, 0.0, 0.0
@@ -210,7 +173,8 @@ class RealServer:
 
     pid: int
     url: str
-    spec: ServerSpec
+    slots: int
+    context: int
 
     def resident(self) -> int:
         """Its anonymous and mapped memory, in bytes."""
@@ -218,15 +182,15 @@ class RealServer:
 
     def fill(self) -> None:
         """Use the whole context of every slot, all at once."""
-        prompt = self.spec.context - LAST_TOKENS - 1
-        with ThreadPoolExecutor(self.spec.slots) as pool:
+        prompt = self.context - LAST_TOKENS - 1
+        with ThreadPoolExecutor(self.slots) as pool:
             done = list(
                 pool.map(
                     lambda slot: self.complete(prompt, LAST_TOKENS, first=slot * 7, slot=slot),
-                    range(self.spec.slots),
+                    range(self.slots),
                 )
             )
-        assert [one["timings"]["prompt_n"] for one in done] == [prompt] * self.spec.slots
+        assert [one["timings"]["prompt_n"] for one in done] == [prompt] * self.slots
 
     def cpu_speeds(self, prompt: int, answer: int, rounds: int = 3) -> tuple[float, float]:
         """Tokens per second of prefill and of decode, by the time that the server had a CPU.
@@ -274,31 +238,14 @@ def real_server(
     slots: int = 1,
     context: int = 256,
     threads: int = 1,
-    no_mmap: bool = False,
     more: tuple[str, ...] = (),
 ) -> Iterator[RealServer]:
     """Start a server by the command of `up`, with `more` options; end it afterwards."""
-    spec = ServerSpec(
-        name="fit",
-        model=model,
-        alias="fit",
-        slots=slots,
-        context=context,
-        threads=threads,
-        numa_node=0,
-        no_mmap=no_mmap,
-        prompt_cache_bytes=0,
-    )
-    command = [*server_command(spec, 0, parent=os.getpid()), *more]
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=server_environment()
-        )
-        server = DemoServer(process, log)
-        try:
-            yield RealServer(process.pid, wait_for_demo_server(server, START_LIMIT), spec)
-        finally:
-            stop_demo_server(server)
+    with running_demo_servers(
+        model=model, slots=slots, context=context, threads=threads,
+        extra=("--cache-ram", "0", *more),
+    ) as (server,):  # fmt: skip
+        yield RealServer(server.pid, server.url, slots, context)
 
 
 def process_memory(folder: Path) -> int:
@@ -316,7 +263,6 @@ def model_memory(
     slots: int,
     context: int,
     types: tuple[str, str],
-    no_mmap: bool = False,
 ) -> tuple[int, int]:
     """Bytes that a full server has resident without its process, as told and as measured.
 
@@ -327,13 +273,12 @@ def model_memory(
         context,
         key_type=types[0],
         value_type=types[1],
-        mapped=not no_mmap,
         repacked=repacked(),
     )
     told = server_memory(shape_of(path), settings)
     more = ("--cache-type-k", types[0], "--cache-type-v", types[1])
     # One thread: two would wait for each other where other work takes turns.
-    with real_server(path, slots=slots, context=context, no_mmap=no_mmap, more=more) as server:
+    with real_server(path, slots=slots, context=context, more=more) as server:
         server.fill()
         return told.resident - told.process, server.resident() - process
 

@@ -180,6 +180,7 @@ CASES = (
 
 @pytest.mark.real
 @pytest.mark.slow
+@pytest.mark.wheel_only("the formulas are those of its build")
 def test_a_full_server_takes_the_memory_that_is_told(tmp_path: Path) -> None:
     process = process_memory(tmp_path)
     for recipe, slots, kv_type in CASES:
