@@ -46,18 +46,6 @@ def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     assert [path.suffix for path in (tmp_path / "models").iterdir()] == [".lock"]
 
 
-def test_waiting_for_a_lock_has_a_timeout(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "x"
-    with (
-        file_lock(path, timeout=1),
-        pytest.raises(TimeoutError, match=r"x\.lock"),
-        file_lock(path, timeout=0),
-    ):
-        pass
-    with file_lock(path, timeout=0):
-        pass
-
-
 # What is in it.
 
 

@@ -13,7 +13,6 @@ from gateway.workshop.simulate.simulation import (
     Front,
     Job,
     SimulatedFleet,
-    SimulatedMachine,
     SimulatedPromptCache,
     StuckError,
     TracePrompt,
@@ -28,24 +27,24 @@ from tests.workshop.simulate import build
 from tests.workshop.simulate.build import job, machine, trace
 
 
-def play(jobs: list[Job], *, on: SimulatedMachine | None = None) -> list[Job]:
+def play(*jobs: Job) -> tuple[Job, ...]:
     """Send all jobs to one node at their times; returns them in the order given."""
-    build.play(jobs, [on or machine()])
+    build.play(jobs, [machine()])
     return jobs
 
 
 def test_a_single_request_prefills_and_decodes_token_by_token() -> None:
-    (one,) = play([job(prompt=1000, output=11)])
+    (one,) = play(job(prompt=1000, output=11))
     # Two steps read 512 and 488 tokens; the second gives the first token, ten more follow.
     assert one.first == pytest.approx(1.0)
     assert one.ended == pytest.approx(1.0 + 10 * 0.1)
     # A step is never shorter than reading the weights.
-    (short,) = play([job(prompt=5, output=1)])
+    (short,) = play(job(prompt=5, output=1))
     assert short.ended == pytest.approx(0.1)
 
 
 def test_two_decoding_slots_share_a_step_that_is_little_longer() -> None:
-    one, two = play([job(prompt=100, output=21), job(prompt=100, output=21)])
+    one, two = play(job(prompt=100, output=21), job(prompt=100, output=21))
     # The second arrives during the first one's prefill, and prefills while that decodes a token.
     assert one.first == pytest.approx(0.1)
     assert two.first == pytest.approx(0.1 + 0.11)
@@ -54,7 +53,7 @@ def test_two_decoding_slots_share_a_step_that_is_little_longer() -> None:
 
 
 def test_prefill_holds_decoding_neighbours_to_one_token_a_step() -> None:
-    writer, reader = play([job(prompt=100, output=101), job(time=2.05, prompt=5110, output=2)])
+    writer, reader = play(job(prompt=100, output=101), job(time=2.05, prompt=5110, output=2))
     # Ten steps of 511 tokens (the batch less the decoded one), each 0.511 + 0.01 s.
     assert reader.began == pytest.approx(2.05)
     assert reader.first == pytest.approx(2.1 + 10 * 0.521)
@@ -64,10 +63,8 @@ def test_prefill_holds_decoding_neighbours_to_one_token_a_step() -> None:
 
 def test_the_next_turn_waits_for_the_one_before_and_finds_it_but_for_the_last_token() -> None:
     first, turn = play(
-        [
-            job(prompt=500, output=50, stream=1),
-            job(time=1.0, prompt=600, output=5, stream=1, pause=3.0),
-        ]
+        job(prompt=500, output=50, stream=1),
+        job(time=1.0, prompt=600, output=5, stream=1, pause=3.0),
     )
     assert turn.arrived == pytest.approx(first.ended + 3.0)
     assert turn.cached == 549

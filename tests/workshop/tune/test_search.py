@@ -48,7 +48,7 @@ from gateway.workshop.tune.search import (
 )
 from tests.each_case import each_case
 from tests.known import known
-from tests.local.machine import make_machine, two_sockets_with_smt, write
+from tests.local.machine import make_machine, two_sockets_with_smt
 
 SPACE = SearchSpace(
     threads=(8, 12, 15, 16),
@@ -332,13 +332,6 @@ def test_one_thread_of_each_core_is_tried_where_cores_have_several(
     assert pinned.cpus == (0, 1, 2, 3)
     plain = read_topology(make_machine(tmp_path / "plain", [[[0], [1]]]))
     assert search_space(plain, context=4096, max_slots=8).pinning == ("free",)
-
-
-def test_efficiency_cores_are_left_out(tmp_path: Path) -> None:
-    root = make_machine(tmp_path, [[[0, 1], [2], [3]]])
-    write(root, "sys/devices/cpu_core/cpus", "0-1\n")
-    write(root, "sys/devices/cpu_atom/cpus", "2-3\n")
-    assert rule_of_thumb(read_topology(root)) == Setting(1, 512, 256, 2, "node")
 
 
 @each_case(
