@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gateway.workshop.bench.exchange import Baseline, RequestResult, ServerDescription
-from gateway.workshop.bench.load import ClientFigures, Load, LoadRun, Loop, RequestGoal, parse_loads
+from gateway.workshop.bench.load import ClientFigures, Load, LoadRun, Loop, RequestGoal
 from gateway.workshop.bench.report import (
     FORMAT,
     BenchReport,
@@ -160,51 +160,23 @@ def test_where_nothing_succeeds_the_errors_limit() -> None:
     assert json.dumps(empty.as_dict())
 
 
-def sample_runs(*, fails: bool = False) -> list[LoadRun]:
-    """Runs of two loads of five requests, all of which failed or none."""
-    runs = []
-    for load in parse_loads(Loop.CLOSED, "1,4", 5, None):
-        results = []
-        for number in range(5):
-            start, ttft = 10.0 + number, 0.1 * load.level * (1 + number / 10)
-            result = RequestResult(number, start, started=start, ended=start + ttft + 0.9)
-            if fails:
-                result.error, result.detail = "http_500", "full"
-            else:
-                result.first, result.last = start + ttft, start + ttft + 0.9
-                result.events = 10
-            results.append(result)
-        client = ClientFigures(Percentiles.of([0.001]), Percentiles.of([]), 0.1)
-        runs.append(LoadRun(load, results, client, is_whole=True))
-    return runs
-
-
-def sample_report(*, fails: bool = False, goal: RequestGoal | None = None) -> BenchReport:
-    """A report of `sample_runs`."""
-    server, baseline = ServerDescription(model="demo", slots=4), Baseline(0.1, 0.1, 1)
-    found = [figures_of(run, goal or RequestGoal(), 0.0, 0.1) for run in sample_runs(fails=fails)]
-    return BenchReport(
-        "http://127.0.0.1:8000",
-        "chat",
-        "2026-01-02T03:04:05+00:00",
-        server,
-        {"prompt_tokens": 64, "seed": 1},
-        {"python": "3.11.2"},
-        goal or RequestGoal(),
-        baseline,
-        [replace(one, verdict=judge(one, server, baseline)) for one in found],
-    )
-
-
 def test_the_page_has_the_figures_needs_nothing_else_and_a_servers_words_stay_text() -> None:
     evil = '<script>alert(1)</script>"\x1b[31m'
-    plain = sample_report()
-    server = replace(plain.server, model=evil, notes=[evil])
-    page = render_page(replace(plain, url=evil, server=server, notes=[evil]))
+    server, baseline = ServerDescription(model=evil, slots=4, notes=[evil]), Baseline(0.1, 0.1, 1)
+
+    def page(*loads: LoadFigures) -> str:
+        judged = [replace(one, verdict=judge(one, server, baseline)) for one in loads]
+        about = (evil, "chat", "2026-01-02T03:04:05+00:00", server, {"seed": 1}, {"python": "3"})
+        return render_page(BenchReport(*about, RequestGoal(), baseline, judged, [evil]))
+
+    shown = page(
+        *(figures(request(100, 1, 104), request(101, 2, 110), at_a_time=n) for n in (1, 4))
+    )
     for text in ("4 at a time", "TTFT P50", "decode", "<table", "<svg", "<polyline", "alert(1)"):
-        assert text in page
-    assert not re.search(r"<(script|link|img|iframe)|(?:src|href|url)\s*[=(]|\x1b", page)
-    assert "http_500" in render_page(sample_report(fails=True))
+        assert text in shown
+    assert not re.search(r"<(script|link|img|iframe)|(?:src|href|url)\s*[=(]|\x1b", shown)
+    failed = RequestResult(1, 0.0, error="http_500", detail="full", ended=1.0)
+    assert "http_500" in page(figures(failed))
 
 
 def report(slower: float = 1.0, *, requests: int = 60, seed: int = 1, **given: Any) -> Any:
