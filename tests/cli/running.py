@@ -9,6 +9,7 @@ import os
 import pty
 import subprocess
 import sys
+import termios
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from unittest.mock import patch
@@ -84,17 +85,19 @@ def run_process(
 def run_on_terminal(
     *arguments: str, question: bytes = b"", typed: str = "", **environment: str
 ) -> tuple[int, str]:
-    """Run the command with stdin and stderr on a terminal, where `typed` answers a question.
+    """Run the command on a terminal of 80 columns, where `typed` answers a question.
 
     Returns its status and the terminal's output.
     """
     ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
     process = subprocess.Popen(
         [sys.executable, "-m", "gateway", *arguments],
         env={**os.environ, "TERM": "xterm-256color", **environment},
         stdin=theirs,
+        stdout=theirs,
         stderr=theirs,
-        stdout=subprocess.DEVNULL,
+        start_new_session=True,
     )
     os.close(theirs)
     shown = b""

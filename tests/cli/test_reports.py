@@ -8,6 +8,7 @@ import io
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -34,12 +35,12 @@ def settings_of(folder: Path, url: str = "sqlite:///own.db") -> Path:
     return settings
 
 
-def filled(folder: Path, count: int = 3) -> Path:
-    """Settings whose store has some requests of just now, of team-a, and an audit log."""
+def filled(folder: Path, *rows: dict[str, Any], count: int = 3) -> Path:
+    """Settings whose store has these requests, or some of just now, of team-a, and an audit log."""
     store = Store(locate_store(f"sqlite:///{folder / 'own.db'}", folder))
     store.start()
-    rows = [a_row(n, ended_at=time.time() - 1, gpu_cost=2.0) for n in range(count)]
-    store.run_now(lambda connection: add_rows(connection, rows))
+    usual = [a_row(n, ended_at=time.time() - 1, gpu_cost=2.0) for n in range(0 if rows else count)]
+    store.run_now(lambda connection: add_rows(connection, [*rows, *usual]))
     times = iter(range(10))
     trail = AuditTrail(lambda: THEN + next(times), store)
     trail.record("alice", "operator", "drain", "epyc-a", details={"deadline": "60"})
@@ -177,18 +178,14 @@ async def test_the_running_gateway_is_asked_page_by_page(url: str, tmp_path: Pat
 
 
 def test_without_a_gateway_requests_are_read_from_the_store(tmp_path: Path) -> None:
-    store = Store(locate_store(f"sqlite:///{tmp_path / 'own.db'}", tmp_path))
-    store.start()
     now = time.time()
-    rows = [
+    settings = filled(
+        tmp_path,
         a_row(1, ended_at=now - 1, key="web", wait_seconds=None, stream=True),
         a_row(2, ended_at=now - 2, started_at=now - 42, wait_seconds=30.0, ttft_seconds=35.25),
         a_row(3, ended_at=now - 3, status=503, outcome="queue_timeout", node=None),
         *(a_row(n, ended_at=now - n, key="many") for n in range(10, 1300)),
-    ]
-    store.run_now(lambda connection: add_rows(connection, rows))
-    assert store.close(10.0)
-    settings = settings_of(tmp_path)
+    )
     spec = {"id": "web", "sha256": new_key("web").sha256, "name": "Web shop"}
     settings.write_text(settings.read_text() + yaml.safe_dump({"keys": [spec]}))
     config = ("--config", str(settings))
