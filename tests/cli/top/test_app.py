@@ -1,4 +1,4 @@
-"""The screen over a real gateway process, driven by Textual's pilot and in a terminal by tmux."""
+"""The screen over a real gateway process, driven by Textual's pilot and on a terminal."""
 
 from __future__ import annotations
 
