@@ -52,11 +52,42 @@ def test_an_overload_is_reported_in_words_and_in_json() -> None:
         ("--standby 2x2@40:600 --policy nginx", "compares under least_finish alone"),
         ("--models 2x1GiB:2GiB", "write 2x2@40:600/48GiB"),
         ("--fleet 1x2@40:600/8GB --models 1x1GB:1GB --exact", "leave --exact out"),
+        ("--generate speed=1", "unknown field `speed` (known: requests, rate"),
+        ("--generate rate=fast", "Expected `float`, got `str` - at `$.rate`"),
+        ("--generate rate=inf", "<= 1000000000.0"),
+        ("--generate turns=nan", ">= 1.0"),
+        ("--generate batch=0.7,urgent=0.7", "shares of the classes"),
+        ("--generate burst=0.5", ">= 1.0"),
+        ("--generate lasting=4000", "lasting must be shorter than every"),
     ],
 )
 def test_wrong_usage_is_reported_before_the_work(words: str, message: str) -> None:
     fleet = () if "--fleet" in words or "--nodes" in words else ONE
     assert message in " ".join(refusal("simulate", *fleet, *words.split()).split())
+
+
+@each_case(
+    ("flag", "text", "message"),
+    [
+        ("--speeds", "{,", "file.yaml: can't be read: "),
+        ("--speeds", "3", "Expected `array`, got `int`"),
+        ("--speeds", '[{"name": "a", "decode_tps": 0}]', "> 0.0 - at `$[0].decode_tps`"),
+        ("--models", "- {name: a}", "required field `memory` - at `$[0]`"),
+        ("--models", "- {name: a, memory: 1GiB, load_seconds: -1}", "0 - at `$[0].load_seconds`"),
+        ("--models", "- {name: a, memory: 1GiB}\n- {name: a, memory: 1GiB}", "one twice"),
+        ("--models", "- {name: a, memory: 1GiB}\n- {name: b, memory: 1GiB, share: 2}", "a `share`"),
+        ("--models", "a: [", "expected"),
+    ],
+)
+def test_a_mistake_in_a_file_is_reported(
+    tmp_path: Path, flag: str, text: str, message: str
+) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_text(text)
+    nodes = tmp_path / "nodes.yaml"
+    nodes.write_text("nodes: [{name: a, url: http://127.0.0.1:9}]\n")
+    fleet = ("--fleet", "1x2@40:600/8GB") if flag == "--models" else ("--nodes", str(nodes))
+    assert message in " ".join(refusal("simulate", *fleet, flag, str(path)).split())
 
 
 ROUTERS = (

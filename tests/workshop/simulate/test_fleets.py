@@ -4,7 +4,6 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from gateway.config.scheduling import ModelPlacementSettings
 from gateway.schedule.core.model_placement import ModelPlacementPolicy
 from gateway.workshop.simulate.fleets import (
     GIB,
-    FleetError,
     RouterFleet,
     SimulatedModel,
     describe_placement,
@@ -21,7 +19,6 @@ from gateway.workshop.simulate.fleets import (
     greedy_placement,
     models_from_text,
     random_placements,
-    read_speeds,
 )
 from gateway.workshop.simulate.fronts import (
     ExactKnowledge,
@@ -32,7 +29,6 @@ from gateway.workshop.simulate.fronts import (
     ModelPlacingFront,
 )
 from gateway.workshop.simulate.simulation import Front, Job, SimulatedMachine, simulate
-from tests.each_case import each_case
 from tests.workshop.simulate.build import job, machine, play, trace
 
 
@@ -47,21 +43,6 @@ def test_a_fleet_is_read_from_text() -> None:
     assert (machines[0].batch_tokens, machines[0].cache_tokens) == (256, 0)
     assert machines[0].token_step == pytest.approx(0.15 / 40)
     assert from_text("1x1@1:1")[0].cache_tokens == 65_536
-
-
-@each_case(
-    ("text", "message"),
-    [
-        ("{,", "s.yaml: can't be read: .*line 1"),
-        ("3", "Expected `array`, got `int`"),
-        ('[{"name": "a", "decode_tps": 0}]', r"> 0.0 - at `\$\[0\]\.decode_tps`"),
-    ],
-)
-def test_wrong_speeds_are_errors_with_their_place(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "s.yaml"
-    path.write_text(text)
-    with pytest.raises(FleetError, match=message):
-        read_speeds(path)
 
 
 ROUTER = from_text("1x1@10:1000/16GiB")
@@ -125,23 +106,6 @@ def test_placements_by_hand_hold_every_model_and_fit() -> None:
     too_many = RouterFleet(ROUTER, [*PAIR, SimulatedModel("c", GIB, 1.0)])
     assert greedy_placement(too_many, {}) is None
     assert list(random_placements(too_many, 5, random.Random(1))) == []
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("- {name: a}", "required field `memory` - at `\\$\\[0\\]`"),
-        ("- {name: a, memory: 1GiB, load_seconds: -1}", r"> 0.0 - at `\$\[0\]\.load_seconds`"),
-        ("- {name: a, memory: 1GiB}\n- {name: a, memory: 1GiB}", "one twice"),
-        ("- {name: a, memory: 1GiB}\n- {name: b, memory: 1GiB, share: 2}", "each model a `share`"),
-        ("a: [", "expected"),
-    ],
-)
-def test_a_mistake_in_a_file_of_models_is_reported(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "models.yaml"
-    path.write_text(text)
-    with pytest.raises(FleetError, match=message):
-        models_from_text(str(path))
 
 
 # The gateway and a router by itself in front.

@@ -18,7 +18,6 @@ from gateway.workshop.simulate.simulation import (
     TracePrompt,
     Traffic,
     generate,
-    parse_figures,
     read_trace,
     simulate,
 )
@@ -225,23 +224,6 @@ def test_traffic_has_the_requested_rate_and_means_and_turns_that_continue() -> N
         assert then.prompt.tokens > one.prompt.tokens + one.output
         assert then.time > one.time
         assert then.is_later_turn
-
-
-@each_case(
-    ("text", "message"),
-    [
-        ("speed=1", "unknown field `speed` .known: requests, rate"),
-        ("rate=fast", r"Expected `float`, got `str` - at `\$.rate`"),
-        ("rate=inf", "<= 1000000000.0"),
-        ("turns=nan", ">= 1.0"),
-        ("batch=0.7,urgent=0.7", "shares of the classes"),
-        ("burst=0.5", ">= 1.0"),
-        ("lasting=4000", "lasting must be shorter than every"),
-    ],
-)
-def test_invalid_traffic_is_an_error_with_an_explanation(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse_figures(text, Traffic)
 
 
 MODELS = [f"m{number}" for number in range(8)]
