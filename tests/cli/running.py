@@ -83,7 +83,10 @@ def run_process(
 
 
 def run_on_terminal(
-    *arguments: str, question: bytes = b"", typed: str = "", **environment: str
+    *arguments: str,
+    question: bytes = b"",
+    typed: str = "",
+    environment: Mapping[str, str] | None = None,
 ) -> tuple[int, str]:
     """Run the command on a terminal of 80 columns, where `typed` answers a question.
 
@@ -93,7 +96,7 @@ def run_on_terminal(
     termios.tcsetwinsize(theirs, (24, 80))
     process = subprocess.Popen(
         [sys.executable, "-m", "gateway", *arguments],
-        env={**os.environ, "TERM": "xterm-256color", **environment},
+        env={**os.environ, "TERM": "xterm-256color", **(environment or {})},
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,

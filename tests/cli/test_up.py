@@ -515,7 +515,7 @@ def test_what_does_not_fit_or_is_refused_is_not_downloaded_and_a_terminal_shows_
 ) -> None:
     url = f"{server.origin}/m.gguf"
     status, shown = run_on_terminal(
-        "up", "--model", url, "--sha256", "0" * 64, **with_token, COLUMNS="100"
+        "up", "--model", url, "--sha256", "0" * 64, environment={**with_token, "COLUMNS": "100"}
     )
     assert status == 1
     assert "Downloading https://127.0.0.1" in shown

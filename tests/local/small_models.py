@@ -31,21 +31,22 @@ class Published:
         return f"{self.recipe.name}.gguf"
 
 
-def qwen(size: str, *shape: int) -> Recipe:
-    """Layers, width, heads, heads of keys, and width of the feed-forward."""
-    name = f"qwen2.5-{size}-instruct-q4_k_m"
-    return Recipe(name, *shape, vocabulary=151_936, mixed=True, architecture="qwen2")
+def qwen(size: str, layers: int, width: int, heads: int, feed_forward: int) -> Recipe:
+    return Recipe(
+        f"qwen2.5-{size}-instruct-q4_k_m", layers, width, heads, 2, feed_forward,
+        vocabulary=151_936, mixed=True, architecture="qwen2",
+    )  # fmt: skip
 
 
 SMALL = Published(
     size=491_400_032,
-    recipe=qwen("0.5b", 24, 896, 14, 2, 4864),
+    recipe=qwen("0.5b", 24, 896, 14, 4864),
     weights_mib=462.96,
     types={Type.F32: 121, Type.Q5_0: 133, Type.Q8_0: 13, Type.Q4_K: 12, Type.Q6_K: 12},
 )
 LARGER = Published(
     size=1_117_320_736,
-    recipe=qwen("1.5b", 28, 1536, 12, 2, 8960),
+    recipe=qwen("1.5b", 28, 1536, 12, 8960),
     weights_mib=1059.89,
     types={Type.F32: 141, Type.Q4_K: 169, Type.Q6_K: 29},
 )
