@@ -106,6 +106,32 @@ def test_wrong_figures_are_refused(words: str, problem: str) -> None:
     assert problem in refusal("plan", *words.split())
 
 
+@each_case(
+    ("line", "problem"),
+    [
+        (
+            "price_per_hour: -1",
+            ":5: types[0].price_per_hour: must be greater than or equal to 0",
+        ),
+        ("price_per_hour: .nan", ":5: types[0].price_per_hour: must be a finite number"),
+        (
+            "price_per_month: 1e99",
+            ":5: types[0].price_per_month: must be less than or equal to",
+        ),
+        ("tier: tpu", ":5: types[0].tier: "),
+        ("", ":2: types[0]: has no price (write price_per_hour, price_per_month or"),
+        (
+            "watts: 1\n    idle_watts: 2",
+            ":6: types[0].idle_watts: must not be above watts (1)",
+        ),
+    ],
+)
+def test_a_wrong_or_missing_figure_is_reported(tmp_path: Path, line: str, problem: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"types:\n  - name: a\n    decode_tps: 3\n    prefill_tps: 4\n    {line}\n")
+    assert f"mine.yaml{problem}" in refusal("plan", *CATALOGUE.split(), "--catalogue", str(path))
+
+
 CHAT = {"messages": [{"role": "user", "content": "tell me of " + "nodes " * 60}]}
 
 

@@ -66,9 +66,22 @@ def test_wrong_usage_is_reported_before_the_work(words: str, message: str) -> No
     assert message in " ".join(refusal("simulate", *fleet, *words.split()).split())
 
 
+GOOD = '{"prompt_tokens": 1, "output_tokens": 1}\n'
+TOKENS = GOOD + '{"prompt_tokens": 1, "output_tokens": 1, '
+
+
 @each_case(
     ("flag", "text", "message"),
     [
+        ("--trace", GOOD + '{"prompt_tokens": 3,', "file.yaml:2: Input data was truncated"),
+        ("--trace", "hello", "file.yaml:1: JSON is malformed: invalid character (byte 0)"),
+        ("--trace", '{"prompt_tokens": 3}', "Object missing required field `output_tokens`"),
+        ("--trace", GOOD.replace("1", "0"), "Expected `int` >= 1 - at `$.prompt_tokens`"),
+        ("--trace", TOKENS + '"time": NaN}', "JSON is malformed: invalid character (byte 49)"),
+        ("--trace", TOKENS + '"class": "vip"}', "batch)?$' - at `$.class`"),
+        ("--trace", TOKENS + '"tokens": 7}', "unknown field `tokens`"),
+        ("--trace", TOKENS + '"tokens": 7}', '(write {"prompt_tokens": 1800, "output_tokens": 120'),
+        ("--trace", TOKENS + '"prefix": "a", "prefix_tokens": 2}', "more than prompt_tokens"),
         ("--speeds", "{,", "file.yaml: can't be read: "),
         ("--speeds", "3", "Expected `array`, got `int`"),
         ("--speeds", '[{"name": "a", "decode_tps": 0}]', "> 0.0 - at `$[0].decode_tps`"),
@@ -86,7 +99,8 @@ def test_a_mistake_in_a_file_is_reported(
     path.write_text(text)
     nodes = tmp_path / "nodes.yaml"
     nodes.write_text("nodes: [{name: a, url: http://127.0.0.1:9}]\n")
-    fleet = ("--fleet", "1x2@40:600/8GB") if flag == "--models" else ("--nodes", str(nodes))
+    router = ("--fleet", "1x2@40:600/8GB")
+    fleet = {"--trace": ONE, "--models": router, "--speeds": ("--nodes", str(nodes))}[flag]
     assert message in " ".join(refusal("simulate", *fleet, flag, str(path)).split())
 
 

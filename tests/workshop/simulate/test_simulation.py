@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from gateway.config.errors import ConfigError
 from gateway.workshop.simulate.simulation import (
     TRACE_KEYS,
     Front,
@@ -138,12 +137,6 @@ def written(folder: Path, *lines: object, name: str = "trace.jsonl") -> Path:
     return path
 
 
-def problems(path: Path) -> list[str]:
-    with pytest.raises(ConfigError) as raised:
-        read_trace(path)
-    return [str(problem).replace(str(path), path.name) for problem in raised.value.problems]
-
-
 def test_every_key_is_read(tmp_path: Path) -> None:
     one: dict[str, Any] = {"time": 1700000000.5, "prompt_tokens": 1800, "output_tokens": 120}
     one |= {"max_tokens": 512, "model": "qwen3-8b", "class": "batch", "caller": "team-a"}
@@ -157,32 +150,6 @@ def test_every_key_is_read(tmp_path: Path) -> None:
     assert first.model == "qwen3-8b"
     assert trace.next_turns == {0: 1}
     assert (second.is_later_turn, second.pause) == (True, 8.0)
-
-
-TOKENS = '{"prompt_tokens": 1, "output_tokens": 1, '
-
-
-@each_case(
-    ("line", "message"),
-    [
-        ('{"prompt_tokens": 3,', "Input data was truncated"),
-        ("hello", "JSON is malformed: invalid character (byte 0)"),
-        ('{"prompt_tokens": 3}', "Object missing required field `output_tokens`"),
-        ('{"prompt_tokens": 0, "output_tokens": 1}', "Expected `int` >= 1 - at `$.prompt_tokens`"),
-        (TOKENS + '"time": NaN}', "JSON is malformed: invalid character (byte 49)"),
-        (TOKENS + '"class": "vip"}', "'^(urgent|premium|normal|batch)?$' - at `$.class`"),
-        (TOKENS + '"tokens": 7}', "unknown field `tokens`"),
-        (TOKENS + '"prefix": "a", "prefix_tokens": 2}', "prefix_tokens is more than prompt_tokens"),
-    ],
-)
-def test_a_broken_line_is_an_error_with_line_key_and_remedy(
-    tmp_path: Path, line: str, message: str
-) -> None:
-    path = written(tmp_path, {"prompt_tokens": 1, "output_tokens": 1}, line)
-    (problem,) = problems(path)
-    assert problem.startswith("trace.jsonl:2: ")
-    assert message in problem
-    assert '(write {"prompt_tokens": 1800, "output_tokens": 120}; keys: ' in problem
 
 
 def test_broken_lines_can_be_skipped_and_are_counted(tmp_path: Path) -> None:
