@@ -14,22 +14,18 @@ class PowercapTree:
         self.root = root
         self._links = root / "sys/class/powercap"
         self._devices = root / "sys/devices/virtual/powercap"
-        self._links.mkdir(parents=True)
         self._devices.mkdir(parents=True)
-        (self._links / "intel-rapl").mkdir()
+        (self._links / "intel-rapl").mkdir(parents=True)
         (self._links / "intel-rapl" / "enabled").write_text("1\n")
 
-    def add(
-        self, zone: str, name: str, energy_uj: int, *, range_uj: int = RANGE_UJ, mode: int = 0o400
-    ) -> None:
+    def add(self, zone: str, name: str, energy_uj: int) -> None:
         """Add a counter."""
         folder = self._devices / zone
         folder.mkdir()
         (self._links / zone).symlink_to(folder)
         (folder / "name").write_text(f"{name}\n")
-        (folder / "max_energy_range_uj").write_text(f"{range_uj}\n")
+        (folder / "max_energy_range_uj").write_text(f"{RANGE_UJ}\n")
         (folder / "energy_uj").write_text(f"{energy_uj}\n")
-        (folder / "energy_uj").chmod(mode)
 
     def zone(self, zone: str) -> Path:
         """The folder of a counter."""
@@ -37,9 +33,6 @@ class PowercapTree:
 
     def use(self, zone: str, microjoules: int) -> None:
         """Advance a counter, which begins at 0 again after its range."""
-        folder = self._devices / zone
-        counter, range_uj = folder / "energy_uj", int((folder / "max_energy_range_uj").read_text())
-        draft = folder / "draft"
+        counter = self._devices / zone / "energy_uj"
         value = int(counter.read_text()) + microjoules
-        draft.write_text(f"{value % range_uj if value > range_uj else value}\n")
-        draft.replace(counter)  # a reader never sees half of it
+        counter.write_text(f"{value % RANGE_UJ if value > RANGE_UJ else value}\n")
