@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,14 @@ from tests.transport.raw import Peer, once, raw_server
 from tests.virtual import in_virtual_time, now
 
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
+
+
+@pytest.fixture(autouse=True)
+def _heap_of_one_test() -> Iterator[None]:
+    """Each load begins with a collection, which takes long where other tests have loaded much."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def plan(url: str, loads: list[Load] | None = None, **options: Any) -> BenchPlan:

@@ -144,7 +144,6 @@ class Bench:
         self.time = 0.0
         self.measured: list[Setting] = []
         self.fails: Callable[[Setting], bool] = lambda _: False
-        self.other_work = 0.0
 
     def session(self) -> TuningSession:
         space = search_space(self.topology, context=4096, max_slots=4)
@@ -165,7 +164,7 @@ class Bench:
             stall=setting.batch / 100 if setting.slots > 1 else None,
             memory=setting.slots << 30,
         )
-        return figures, self.other_work
+        return figures, 0.0
 
     async def run(self, session: TuningSession, minutes: float = 60.0) -> list[float | None]:
         """Run it; the seconds that a measurement was expected to take, before each."""
