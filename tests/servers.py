@@ -128,6 +128,8 @@ def spawn_demo_server(
     context: int = 4096,
     embedding: bool = False,
     size: DemoSize = "small",
+    model: Path | None = None,
+    threads: int = 1,
     host: str = "127.0.0.1",
     port: int = 0,
     alias: str = "demo",
@@ -136,17 +138,19 @@ def spawn_demo_server(
 ) -> DemoServer:
     """Start a server without waiting for it; `context` is tokens of one slot.
 
+    `model`: this file in place of the demo model.
+
     `binary`: this program, whatever the kind of server of this run.
     """
     log = tempfile.TemporaryFile()  # noqa: SIM115
     binary = binary or server_binary()
     spec = ServerSpec(
         name="demo",
-        model=demo_model(size),
+        model=model or demo_model(size),
         alias=alias,
         slots=slots,
         context=context,
-        threads=1,
+        threads=threads,
         numa_node=0,
         prompt_cache_bytes=PROMPT_CACHE_MIB * MIB,
         embedding=embedding,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import re
 import shlex
@@ -83,7 +84,10 @@ def test_readme_begins_with_the_picture_and_the_home_page_too() -> None:
 
 
 def test_the_picture_is_of_this_program_and_of_no_machine() -> None:
-    words = [" ".join(line.split()) for line in re.findall(r">([^<]+)</text>", PICTURE.read_text())]
+    drawn = PICTURE.read_text()
+    assert "url(http" not in drawn, "nothing is loaded from elsewhere"
+    texts = map(html.unescape, re.findall(r"<text[^>]*>([^<]+)</text>", drawn))
+    words = [" ".join(text.split()) for text in texts if text.strip()]
     typed = [line for line in words if line.startswith("llama-gateway ")]
     assert len(typed) >= 2
     assert [wrong for line in typed if (wrong := unknown(shlex.split(line)[1:]))] == []

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 from tests.cli.local_server import Answer, answering
 
@@ -41,12 +41,9 @@ class AdminApi:
         self.nodes: dict[str, dict[str, Any]] = {}
         self.key: str | None = None
         self.requests: list[str] = []
-        self.polls_that_fail = 0
         self.drains_end = True
         self.refused: set[str] = set()
         """Nodes of which every change fails."""
-        self.host_is_allowed = True
-        self.cluster: dict[str, Any] | None = None
         self.url = ""
 
     def add(self, name: str, **changes: Any) -> None:
@@ -56,14 +53,10 @@ class AdminApi:
         self.requests.append(f"{method} {target}")
         if self.key is not None and authorization != f"Bearer {self.key}":
             return 401, error("invalid_api_key", "No valid admin key was sent.")
-        if not self.host_is_allowed:
-            return 403, error("host_not_allowed", "Add the name to admin.hosts.")
         url = urlsplit(target)
         parts = [unquote(part) for part in url.path.split("/")[1:]]
         if parts == ["admin", "nodes"]:
             return 200, {"nodes": list(self.nodes.values())}
-        if parts == ["admin", "status"] and self.cluster is not None:
-            return 200, {"cluster": self.cluster}
         if parts[:2] != ["admin", "nodes"]:
             return 404, error("not_found", f"There is nothing at '{url.path}'.")
         found = self.nodes.get(parts[2])
@@ -72,15 +65,12 @@ class AdminApi:
         if method == "POST" and parts[2] in self.refused:
             return 500, error("server_error", "It broke.")
         if method == "POST":
-            self.act(found, parts[3], parse_qs(url.query))
-        elif self.polls_that_fail:
-            self.polls_that_fail -= 1
-            return 500, error("server_error", "Not now.")
+            self.act(found, parts[3])
         elif found["state"] == "draining" and found["in_flight"] and self.drains_end:
             found["in_flight"] -= 1
         return 200, found
 
-    def act(self, found: dict[str, Any], action: str, query: dict[str, list[str]]) -> None:
+    def act(self, found: dict[str, Any], action: str) -> None:
         if action == "drain":
             found["state"], found["reason"] = "draining", "drained by an operator"
         elif action == "resume":

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import os
 import pty
 import subprocess
 import sys
+import termios
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from unittest.mock import patch
 
 from gateway.cli import main
+from tests.gateways import Running
 
 LIMIT = 120.0  # seconds for a process
 
@@ -57,6 +60,12 @@ def refusal(*arguments: str, status: int = 2, stdin: str = "") -> str:
     return ran.err
 
 
+async def run_beside(gateway: Running, *arguments: str) -> Ran:
+    """Run a command that asks this gateway, which serves here."""
+    given = ("--admin-url", gateway.admin_url, "--config", str(gateway.settings_file))
+    return await asyncio.to_thread(run, *arguments, *given)
+
+
 def run_process(
     arguments: Sequence[str], environment: Mapping[str, str] | None = None, code: str | None = None
 ) -> Ran:
@@ -73,27 +82,37 @@ def run_process(
     return Ran(ended.returncode, ended.stdout, ended.stderr)
 
 
-def run_on_terminal(*arguments: str, **environment: str) -> tuple[int, str]:
-    """Run the command with stderr on a terminal; return its status and the terminal's output."""
+def run_on_terminal(
+    *arguments: str,
+    question: bytes = b"",
+    typed: str = "",
+    environment: Mapping[str, str] | None = None,
+) -> tuple[int, str]:
+    """Run the command on a terminal of 80 columns, where `typed` answers a question.
+
+    Returns its status and the terminal's output.
+    """
     ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gateway", *arguments],
+        env={**os.environ, "TERM": "xterm-256color", **(environment or {})},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    shown = b""
     try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "gateway", *arguments],
-            env={**os.environ, "TERM": "xterm-256color", **environment},
-            stderr=theirs,
-            stdout=subprocess.DEVNULL,
-        )
-        os.close(theirs)
-        shown = read_until(ours)
+        with contextlib.suppress(OSError):  # Linux: how a terminal whose other side is closed ends
+            while part := os.read(ours, 65536):
+                shown += part
+                if typed and question in shown:
+                    os.write(ours, f"{typed}\n".encode())
+                    typed = ""
         return process.wait(LIMIT), shown.decode(errors="replace")
     finally:
         os.close(ours)
-
-
-def read_until(terminal: int, mark: bytes | None = None) -> bytes:
-    """Read a terminal until `mark` appears, or until its other side is closed."""
-    read = b""
-    with contextlib.suppress(OSError):  # Linux: how a terminal whose other side is closed ends
-        while (mark is None or mark not in read) and (part := os.read(terminal, 65536)):
-            read += part
-    return read
+        process.kill()
+        process.wait()

@@ -45,9 +45,6 @@ def made(path: Path, template: str, problems: Problems | None = None, **options:
     return prepare(str(path), InputFlags(template=template, **options), problems or Problems(20))
 
 
-SYSTEM, HI = {"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}
-
-
 def test_broken_rows_are_told_by_the_line_where_they_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

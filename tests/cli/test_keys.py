@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import os
@@ -18,7 +17,7 @@ import yaml
 
 from gateway.callers.keys import KeyRing, new_key
 from gateway.config.settings import load_settings
-from tests.cli.running import Ran, output, refusal, run, run_process
+from tests.cli.running import Ran, output, refusal, run, run_beside, run_process
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway
@@ -250,12 +249,6 @@ def test_root_leaves_no_file_that_the_gateways_user_can_not_open(alone: Path) ->
 # While a gateway runs.
 
 
-async def keys(running: Running, *arguments: str) -> Ran:
-    settings = ("--config", str(running.settings_file))
-    url = ("--admin-url", running.admin_url)
-    return await asyncio.to_thread(run, "keys", *arguments, *url, *settings)
-
-
 async def status_with(running: Running, key: str) -> int:
     headers = {"authorization": f"Bearer {key}"}
     answer = await running.client.post("/v1/chat/completions", json=CHAT, headers=headers)
@@ -263,21 +256,23 @@ async def status_with(running: Running, key: str) -> int:
 
 
 async def is_made_rotated_and_revoked(running: Running, node: EmulatedNode) -> None:
-    made = await keys(running, "create", "--name", "a/b c", "--models", node.model)
+    made = await run_beside(running, "keys", "create", "--name", "a/b c", "--models", node.model)
     assert "of the gateway at" in made.err
     assert await status_with(running, key_of(made)) == 200
-    assert "a/b c" in (await keys(running, "list")).out
-    rotated = await keys(running, "rotate", "a/b c", "--grace", "0")
+    assert "a/b c" in (await run_beside(running, "keys", "list")).out
+    rotated = await run_beside(running, "keys", "rotate", "a/b c", "--grace", "0")
     assert await status_with(running, key_of(made)) == 401
     assert await status_with(running, key_of(rotated)) == 200
-    assert (await keys(running, "revoke", "a/b c")).status == 0
+    assert (await run_beside(running, "keys", "revoke", "a/b c")).status == 0
     assert await status_with(running, key_of(rotated)) == 401
 
 
 async def is_changed(running: Running, _: EmulatedNode) -> None:
-    key = key_of(await keys(running, "create", "--name", "a", "--rpm", "1", *PRIVATE))
+    key = key_of(await run_beside(running, "keys", "create", "--name", "a", "--rpm", "1", *PRIVATE))
     assert await status_with(running, key) == 400  # Its pool has no model.
-    ran = await keys(running, "set", "a", "--cache-nodes", "all", "--unset", "rpm", "--json")
+    ran = await run_beside(
+        running, "keys", "set", "a", "--cache-nodes", "all", "--unset", "rpm", "--json"
+    )
     told = json.loads(ran.out)
     assert (told["limits"], told["cache"]["nodes"], "key" in told) == (None, {}, False)
     assert [await status_with(running, key) for _ in range(2)] == [200, 200]
@@ -288,7 +283,7 @@ async def is_refused(running: Running, node: EmulatedNode) -> None:
         (("create", "--name", "b", "--models", "nobody"), f"they serve {node.model}"),
         (("create", "--name", "owner"), "a key of the settings is called 'owner'"),
     ):
-        ran = await keys(running, *words)
+        ran = await run_beside(running, "keys", *words)
         assert (ran.status, ran.out, said in ran.err) == (2, "", True), words
 
 
@@ -296,10 +291,10 @@ async def is_imported(running: Running, node: EmulatedNode) -> None:
     key = new_key("bulk")
     file = running.settings_file.with_name("bulk.csv")
     file.write_text(f"id,sha256\nbulk,{key.sha256}\nown,{key.sha256}\n")
-    ran = await keys(running, "import", str(file))
+    ran = await run_beside(running, "keys", "import", str(file))
     assert (ran.status, "bulk.csv:3: id" in ran.err) == (2, True)
     file.write_text(f"id,sha256\nbulk,{key.sha256}\n")
-    assert (await keys(running, "import", str(file))).status == 0
+    assert (await run_beside(running, "keys", "import", str(file))).status == 0
     assert await status_with(running, key.text) == 200
 
 

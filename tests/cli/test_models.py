@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 
-import pytest
-
-from tests.cli.running import Ran, run
+from tests.cli.running import run, run_beside
 from tests.emulator import EmulatedNode
 from tests.emulator.router import EmulatedRouter
-from tests.gateways import Running, running_gateway, until
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)  # no config/ of the project here
-
-
-async def run_models(gateway: Running, *arguments: str) -> Ran:
-    return await asyncio.to_thread(run, "models", *arguments, "--admin-url", gateway.admin_url)
+from tests.gateways import running_gateway, until
 
 
 async def test_a_model_is_paused_over_a_restart_and_resumed(tmp_path: Path) -> None:
     settings = {"store": {"url": "off"}, "models": {"alias": {"use": "demo"}}}
     async with EmulatedNode() as node:
         async with running_gateway(tmp_path, [node.url], settings) as gateway:
-            listed = await run_models(gateway)
-            paused = await run_models(gateway, "pause", "demo")
-            unknown = await run_models(gateway, "pause", "demos")
+            listed = await run_beside(gateway, "models")
+            paused = await run_beside(gateway, "models", "pause", "demo")
+            unknown = await run_beside(gateway, "models", "pause", "demos")
         async with running_gateway(tmp_path, [node.url], settings) as gateway:
-            after = await run_models(gateway, "list")
-            whole = await run_models(gateway, "--json")
-            resumed = await run_models(gateway, "resume", "demo")
+            after = await run_beside(gateway, "models", "list")
+            whole = await run_beside(gateway, "models", "--json")
+            resumed = await run_beside(gateway, "models", "resume", "demo")
     head, *rows = listed.out.splitlines()
     assert head.split()[:4] == ["NAME", "STATE", "NODES", "SLOTS"]
     assert [row.split()[:2] for row in rows] == [["demo", "served"], ["alias", "served"]]
@@ -52,13 +40,13 @@ async def test_a_router_s_models_are_shown_loaded_unloaded_and_pinned(tmp_path: 
     async with router, running_gateway(tmp_path, [router.url], settings) as gateway:
         nodes = gateway.gateway.fleet.nodes
         await until(lambda: "node-0/c" in nodes)
-        loaded = await run_models(gateway, "load", "org/b", "node-0")
+        loaded = await run_beside(gateway, "models", "load", "org/b", "node-0")
         await until(lambda: nodes["node-0/org/b"].state.value == "ready")
-        listed = await run_models(gateway)
-        pinned = await run_models(gateway, "pin", "org/b", "node-0")
-        refused = await run_models(gateway, "unload", "org/b", "node-0")
-        await run_models(gateway, "unpin", "org/b", "node-0")
-        unloaded = await run_models(gateway, "unload", "org/b", "node-0", "--json")
+        listed = await run_beside(gateway, "models")
+        pinned = await run_beside(gateway, "models", "pin", "org/b", "node-0")
+        refused = await run_beside(gateway, "models", "unload", "org/b", "node-0")
+        await run_beside(gateway, "models", "unpin", "org/b", "node-0")
+        unloaded = await run_beside(gateway, "models", "unload", "org/b", "node-0", "--json")
     assert loaded.out.startswith("node-0/org/b: loading; ")
     first, second = listed.out.split("\n\n")
     states = dict(row.split()[:2] for row in first.splitlines()[1:])
@@ -67,4 +55,4 @@ async def test_a_router_s_models_are_shown_loaded_unloaded_and_pinned(tmp_path: 
     assert pinned.out.startswith("node-0/org/b: ready, pinned; ")
     assert (refused.status, "take the pin out" in refused.err) == (1, True)
     assert json.loads(unloaded.out)["state"] in {"unloading", "unloaded"}
-    assert (await asyncio.to_thread(run, "models", "load", "demo")).status == 2
+    assert run("models", "load", "demo").status == 2

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import ssl
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +13,8 @@ import pytest
 import trustme
 
 from tests.cli.admin_api import AdminApi, admin_api
-from tests.cli.running import LIMIT, Ran, read_until, refusal, run
+from tests.cli.local_server import answering
+from tests.cli.running import Ran, refusal, run, run_on_terminal
 from tests.each_case import each_case
 
 
@@ -134,20 +131,14 @@ def test_a_wrong_choice_is_an_error_and_touches_nothing(
         (b'{"a":' * 100_000, "no gateway's admin API"),
         (b"\xff", "no gateway's admin API"),
         (b" " * 600_000, "is too long"),
-        ("host", "answers 403: Add the name to admin.hosts.\n"),
-        ("key", "--admin-key-file"),
     ],
 )
-def test_an_answer_that_is_of_no_gateway_or_refuses_is_told(
-    answer: bytes | str, told: str, monkeypatch: pytest.MonkeyPatch
+def test_an_answer_that_is_of_no_gateway_is_told(
+    answer: bytes, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.cli.client.LARGEST_ANSWER", 550_000)
-    with admin_api() as api:
-        api.key = "secret" if answer == "key" else None
-        api.host_is_allowed = answer != "host"
-        if isinstance(answer, bytes):
-            api.answer = lambda *_: (200, answer)  # type: ignore[method-assign]
-        assert told in refusal("nodes", "--admin-url", api.url, status=1)
+    with answering(lambda *_: (200, {}, answer)) as url:
+        assert told in refusal("nodes", "--admin-url", url, status=1)
 
 
 @each_case("content", [b"", b"\n", b"\xff\xfe", b"two\nlines", "kéy".encode()])
@@ -163,6 +154,7 @@ def test_the_address_and_the_key_are_in_the_settings_too(
 ) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # is not used
     api.key = "secret"
+    assert "--admin-key-file" in refusal("nodes", "--admin-url", api.url, status=1)
     (tmp_path / "admin.key").write_text("secret\n")
     assert run_nodes(api, "--admin-key-file", "admin.key").status == 0
     port = api.url.rpartition(":")[2]
@@ -208,9 +200,8 @@ def test_the_certificate_of_the_settings_is_trusted_whatever_its_names_and_no_ot
     """Not even another of the same authority, for the right address."""
     authority = trustme.CA()
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
-    names = {"other": "gateway.example.org", "address": "127.0.0.1"}
-    for file, names_given in names.items():
-        issued = authority.issue_cert(names_given)
+    for file, name_given in (("other", "gateway.example.org"), ("address", "127.0.0.1")):
+        issued = authority.issue_cert(name_given)
         issued.private_key_pem.write_to_path(tmp_path / f"{file}.key")
         issued.cert_chain_pems[0].write_to_path(tmp_path / f"{file}.pem")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -280,26 +271,9 @@ def test_all_nodes_of_a_model_are_not_drained_without_yes(fleet: AdminApi) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize(("answer", "status"), [("y", 0), ("n", 1)])
 def test_on_a_terminal_it_asks(fleet: AdminApi, answer: str, status: int) -> None:
-    ours, theirs = pty.openpty()
-    command = ["nodes", "drain", "a0", "a1", "b0", "b1", "--admin-url", fleet.url]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "gateway", *command],
-        stdin=theirs,
-        stderr=theirs,
-        stdout=subprocess.DEVNULL,
-        cwd=Path(__file__).parents[2],
-    )
-    os.close(theirs)
-    try:
-        assert b"no other node serves mistral-7b" in read_until(ours, b"all the same?")
-        assert posted(fleet) == []
-        os.write(ours, f"{answer}\n".encode())
-        read_until(ours)
-        assert process.wait(LIMIT) == status
-    finally:
-        os.close(ours)
-        process.kill()
-        process.wait()
+    command = ("nodes", "drain", "a0", "a1", "b0", "b1", "--admin-url", fleet.url)
+    ended, shown = run_on_terminal(*command, question=b"all the same?", typed=answer)
+    assert (ended, "no other node serves mistral-7b" in shown) == (status, True)
     assert bool(posted(fleet)) is (status == 0)
 
 

@@ -8,6 +8,7 @@ import io
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -18,10 +19,10 @@ from gateway.store.store import Store
 from gateway.watch.audit import AuditTrail
 from tests.callers.ledger_rows import a_row, add_rows
 from tests.callers.metered_gateway import ALICE, VIP, chat, metered_gateway, recorded
-from tests.cli.running import Ran, output, refusal, run
+from tests.cli.running import output, refusal, run, run_beside
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
-from tests.gateways import Running, running_gateway
+from tests.gateways import running_gateway
 
 THEN = 1_700_000_000.0
 """The time of the first entry of the audit log."""
@@ -34,12 +35,12 @@ def settings_of(folder: Path, url: str = "sqlite:///own.db") -> Path:
     return settings
 
 
-def filled(folder: Path, count: int = 3) -> Path:
-    """Settings whose store has some requests of just now, of team-a, and an audit log."""
+def filled(folder: Path, *rows: dict[str, Any], count: int = 3) -> Path:
+    """Settings whose store has these requests, or some of just now, of team-a, and an audit log."""
     store = Store(locate_store(f"sqlite:///{folder / 'own.db'}", folder))
     store.start()
-    rows = [a_row(n, ended_at=time.time() - 1, gpu_cost=2.0) for n in range(count)]
-    store.run_now(lambda connection: add_rows(connection, rows))
+    usual = [a_row(n, ended_at=time.time() - 1, gpu_cost=2.0) for n in range(0 if rows else count)]
+    store.run_now(lambda connection: add_rows(connection, [*rows, *usual]))
     times = iter(range(10))
     trail = AuditTrail(lambda: THEN + next(times), store)
     trail.record("alice", "operator", "drain", "epyc-a", details={"deadline": "60"})
@@ -50,34 +51,26 @@ def filled(folder: Path, count: int = 3) -> Path:
     return settings_of(folder)
 
 
-async def through(
-    running: Running, command: str, *arguments: str, config: Path | None = None
-) -> Ran:
-    """The command beside the gateway that serves here."""
-    given = ("--admin-url", running.admin_url, "--config", str(config or running.settings_file))
-    return await asyncio.to_thread(run, command, *arguments, *given)
-
-
 async def test_the_running_gateway_is_asked(tmp_path: Path) -> None:
     async with metered_gateway(tmp_path) as running:
         await chat(running, ALICE)
         await chat(running, VIP)
         await recorded(running, 2)
-        told = await through(running, "usage", "--by", "key", "--json")
+        told = await run_beside(running, "usage", "--by", "key", "--json")
         assert told.status == 0
         assert f"of the gateway at {running.admin_url}" in told.err
         assert "gateway.db" in told.err
         rows = {row["key"]: row["requests"] for row in json.loads(told.out)["rows"]}
         assert rows == {"alice": 1, "vip": 1}
-        table = await through(running, "usage", "--by", "key", "--csv")
+        table = await run_beside(running, "usage", "--by", "key", "--csv")
         assert [row["key"] for row in csv.DictReader(io.StringIO(table.out))] == ["vip", "alice"]
-        shown = await through(running, "usage", "--by", "tier,key")
+        shown = await run_beside(running, "usage", "--by", "tier,key")
         assert ("TIER" in shown.out, "requests were charged" in shown.out) == (True, True)
-        told = await through(running, "requests")
+        told = await run_beside(running, "requests")
         header, latest, first = told.out.splitlines()
         assert header.split()[:5] == ["ENDED", "SECONDS", "WAIT", "TTFT", "OUTCOME"]
         assert ("vip" in latest, "Alice" in first) == (True, True)
-        found = json.loads((await through(running, "requests", "--key", "Alice", "--json")).out)
+        found = json.loads((await run_beside(running, "requests", "--key", "Alice", "--json")).out)
         assert ([one["key"] for one in found["requests"]], found["complete"]) == (["alice"], True)
 
 
@@ -86,12 +79,14 @@ async def test_another_store_than_the_gateways_and_none_at_all_are_told(tmp_path
         (tmp_path / name).mkdir()
     other = settings_of(tmp_path / "own")
     async with metered_gateway(tmp_path) as running:
-        told = await through(running, "usage", config=other)
+        told = await asyncio.to_thread(
+            run, "usage", "--admin-url", running.admin_url, "--config", str(other)
+        )
         assert (told.status, told.out) == (2, "")
         assert "own.db" in told.err
         assert "--config" in told.err
     async with metered_gateway(tmp_path / "none", store={"url": "off"}) as running:
-        told = await through(running, "usage")
+        told = await run_beside(running, "usage")
         assert (told.status, "has no store" in told.err) == (1, True)
 
 
@@ -164,7 +159,7 @@ async def test_the_running_gateway_is_asked_page_by_page(url: str, tmp_path: Pat
     async with EmulatedNode() as node, running_gateway(tmp_path, [node.url], settings) as running:
         for number in range(990):
             running.gateway.audit.record("alice", "operator", "drain", f"node-{number}")
-        ran = await through(running, "audit", "--limit", "2000", "--action", "drain", "--json")
+        ran = await run_beside(running, "audit", "--limit", "2000", "--action", "drain", "--json")
         assert "of the gateway at" in ran.err
         targets = [one["target"] for one in json.loads(ran.out)["entries"]]
         assert targets == [f"node-{number}" for number in reversed(range(990))]
@@ -172,29 +167,25 @@ async def test_the_running_gateway_is_asked_page_by_page(url: str, tmp_path: Pat
             running.gateway.audit.record("alice", "operator", "drain", f"node-{number}")
             if number % 500 == 0:
                 await running.gateway.audit.flush()
-        ran = await through(running, "audit", "--limit", "2000", "--json")
+        ran = await run_beside(running, "audit", "--limit", "2000", "--json")
         found = json.loads(ran.out)["entries"]
         ids = [one["id"] for one in found]
         assert ids == sorted(set(ids), reverse=True)
         # Without a store the last 1,000 are kept.
         assert len(found) == 1000 if url == "off" else len(found) > 1500
-        table = (await through(running, "audit", "--target", "node-1499")).out
+        table = (await run_beside(running, "audit", "--target", "node-1499")).out
         assert [line.split()[4] for line in table.splitlines()] == ["TARGET", "node-1499"]
 
 
 def test_without_a_gateway_requests_are_read_from_the_store(tmp_path: Path) -> None:
-    store = Store(locate_store(f"sqlite:///{tmp_path / 'own.db'}", tmp_path))
-    store.start()
     now = time.time()
-    rows = [
+    settings = filled(
+        tmp_path,
         a_row(1, ended_at=now - 1, key="web", wait_seconds=None, stream=True),
         a_row(2, ended_at=now - 2, started_at=now - 42, wait_seconds=30.0, ttft_seconds=35.25),
         a_row(3, ended_at=now - 3, status=503, outcome="queue_timeout", node=None),
         *(a_row(n, ended_at=now - n, key="many") for n in range(10, 1300)),
-    ]
-    store.run_now(lambda connection: add_rows(connection, rows))
-    assert store.close(10.0)
-    settings = settings_of(tmp_path)
+    )
     spec = {"id": "web", "sha256": new_key("web").sha256, "name": "Web shop"}
     settings.write_text(settings.read_text() + yaml.safe_dump({"keys": [spec]}))
     config = ("--config", str(settings))

@@ -16,7 +16,8 @@ import gateway.app.assembly
 from gateway.app.startup import Options
 from tests.cli.running import Ran, refusal, run
 from tests.emulator import EmulatedNode
-from tests.servers import spawn_demo_server, stop_demo_server, wait_for_demo_server
+from tests.servers import start_demo_servers
+from tests.transport.raw import once, raw_server
 
 
 @pytest.fixture
@@ -226,14 +227,6 @@ async def test_nodes_of_one_model_that_differ_are_a_warning(folder: Path) -> Non
     assert "demo: purpose: chat on a; embeddings on b: say the `endpoints`" in ran.err
 
 
-async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(asyncio.IncompleteReadError, OSError):
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
-        await writer.drain()
-    writer.close()
-
-
 async def test_a_failure_of_tls_names_what_mends_it(folder: Path) -> None:
     authority, other = trustme.CA(), trustme.CA()
     authority.cert_pem.write_to_path(folder / "ca.pem")
@@ -245,9 +238,8 @@ async def test_a_failure_of_tls_names_what_mends_it(folder: Path) -> None:
             if name is not None:
                 tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
                 authority.issue_cert(name).configure_cert(tls)
-            server = await asyncio.start_server(_answer, "127.0.0.1", 0, ssl=tls)
-            port: int = (await stack.enter_async_context(server)).sockets[0].getsockname()[1]
-            return port
+            answer = once(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+            return (await stack.enter_async_context(raw_server(answer, tls))).port
 
         own, foreign, plain = await serve("127.0.0.1"), await serve("a.example"), await serve(None)
         by_name = "use a name of its certificate in the url, or give it in tls.server_name"
@@ -276,12 +268,8 @@ async def test_a_failure_of_tls_names_what_mends_it(folder: Path) -> None:
 @pytest.mark.binary_only("the wheel's server has no option for it")
 async def test_a_real_server_that_runs_tools_is_named(folder: Path) -> None:
     for options in (("--tools", "get_info"), ("--agent",), ()):
-        server = spawn_demo_server(slots=1, context=512, extra=options)
-        try:
-            url = await asyncio.to_thread(wait_for_demo_server, server)
+        async with start_demo_servers(1, slots=1, context=512, extra=options) as (url,):
             ran = await check_nodes(folder, f"nodes: [{{name: a, url: '{url}'}}]\n")
-        finally:
-            stop_demo_server(server)
         assert ran.status == 0, ran.err
         assert ("--tools or --agent" in " ".join(ran.out.split())) == bool(options)
 

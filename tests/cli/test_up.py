@@ -9,9 +9,13 @@ import re
 import shutil
 import signal
 import socket
+import ssl
+import subprocess
 import sys
+import threading
+import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,13 +24,19 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import trustme
 import yaml
+from structlog.testing import capture_logs
 
+from gateway.cli.progress import StartupProgress
+from gateway.local.cache import downloads_folder
 from gateway.local.memory import file_memory
-from gateway.local.server import server_environment
-from tests.cli.running import refusal, run_process
+from gateway.local.server import ServerEvent, server_environment
+from tests.cli.running import refusal, run_on_terminal, run_process
 from tests.each_case import each_case
 from tests.known import known
+from tests.local.file_server import Fault, FileServer, digest
+from tests.polling import eventually
 from tests.processes import wait_until_gone
 from tests.servers import demo_model, server_binary, server_path
 
@@ -93,8 +103,9 @@ class Up:
         found: list[dict[str, Any]] = (await self.request("GET", "models")).json()["data"]
         return found
 
-    async def ready(self) -> bool:
-        return {node["state"] for node in (await self.listed("nodes")).values()} == {"ready"}
+    async def ready(self) -> bool | None:
+        states = {node["state"] for node in (await self.listed("nodes")).values()}
+        return states == {"ready"} or None
 
     async def end(self, number: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(number)
@@ -134,12 +145,6 @@ async def running(
         await asyncio.wait_for(listening, START_LIMIT)
 
 
-async def until(condition: Callable[[], Awaitable[bool]], limit: float = 120.0) -> None:
-    async with asyncio.timeout(limit):
-        while not await condition():  # noqa: ASYNC110 - another process, seen by polling
-            await asyncio.sleep(0.02)
-
-
 async def all_gone(processes: list[psutil.Process]) -> None:
     await asyncio.to_thread(wait_until_gone, [one.pid for one in processes])
 
@@ -171,12 +176,12 @@ class TestServing:
             curl = re.fullmatch(rf"  curl {url}/v1/chat/completions -d '(.*)'", line)
             answer = await it.request("POST", "chat/completions", content=known(curl)[1])
             assert answer.json()["choices"][0]["message"]["content"].strip()
-            await until(it.ready)
+            await eventually(it.ready)
             nodes = await it.listed("nodes")
-            assert {name: node["slots_total"] for name, node in nodes.items()} == {
-                "local-0": 3,
-                "local-1": 3,
-            }
+            labels = {"numa": "0", "started_by": "llama-gateway up"}
+            for name in ("local-0", "local-1"):
+                assert (nodes[name]["slots_total"], nodes[name]["labels"]) == (3, labels)
+                assert (nodes[name]["host"], nodes[name]["models"]) == ("localhost", ["demo"])
             servers = it.servers()
             assert len(servers) == 2
             assert await it.end() == 0
@@ -225,8 +230,8 @@ class TestServing:
         async with running(environment, *arguments, "--config", settings) as it:
             assert "not a GGUF model" in await it.line_with("not served: broken.gguf")
 
-            async def names(expected: list[str]) -> bool:
-                return [one["id"] for one in await it.models()] == expected
+            async def names(expected: list[str]) -> bool | None:
+                return [one["id"] for one in await it.models()] == expected or None
 
             async def answers(name: str) -> None:
                 answer = await it.chat(model=name)
@@ -247,7 +252,7 @@ class TestServing:
             found = json.loads(await it.line_with('"models folder"'))
             assert (found["added"], found["removed"], found["not_served"]) == (["c"], [], [])
 
-            await until(lambda: names(["a", "b", "c"]))
+            await eventually(lambda: names(["a", "b", "c"]))
             await answers("c")
             servers = it.servers()
             assert len(servers) == 4
@@ -276,7 +281,7 @@ class TestServing:
         self, environment: dict[str, str], settings: Path
     ) -> None:
         async with running(environment, "--servers", "2", "--config", settings) as it:
-            await until(it.ready)
+            await eventually(it.ready)
             port = (await it.listed("nodes"))["local-0"]["url"].rpartition(":")[2]
             (victim,) = (one for one in it.servers() if port in one.cmdline())
             # It can't come back before the answer that comes from the other one.
@@ -288,7 +293,7 @@ class TestServing:
             assert (await it.chat()).headers["x-gateway-node"] == "local-1"
             shutil.move(away, model)
             await it.line_with('"server ready"')
-            await until(it.ready)
+            await eventually(it.ready)
             assert (await it.listed("nodes"))["local-0"]["url"].endswith(f":{port}")
             servers = it.servers()
             assert len(servers) == 2
@@ -332,8 +337,6 @@ class TestServing:
             await all_gone(servers)
             assert "Traceback" not in "".join(it.lines)
         assert left_behind(environment) == []
-
-        # Somebody else on this machine was quicker.
 
 
 # Refusing.
@@ -401,3 +404,155 @@ def test_a_port_in_use_is_reported_before_a_server_starts(flag: str) -> None:
     assert ran.status == 1
     assert f"choose another with {flag}" in ran.err
     assert "started on" not in ran.err
+
+
+def test_after_the_start_a_server_that_exits_and_returns_is_logged(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with StartupProgress(["one"]) as progress:
+        pass
+    with capture_logs() as logged:
+        progress.show(ServerEvent("one", "exited", "exit status 1", 4.0))
+        progress.show(ServerEvent("one", "loading"))
+        progress.show(ServerEvent("one", "ready", seconds=3.14))
+    assert capsys.readouterr().err.strip() == ""
+    assert logged == [
+        {"event": "server exited", "log_level": "warning", "server": "one",
+         "how": "exit status 1", "restart_in": 4.0},
+        {"event": "server ready", "log_level": "info", "server": "one", "seconds": 3.1},
+    ]  # fmt: skip
+
+
+# Models from a real HTTPS server.
+
+
+TOKEN = "hf_" + "secret" * 5
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[FileServer]:
+    issuer = trustme.CA()
+    issuer.cert_pem.write_to_path(tmp_path / "authority.pem")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    issuer.issue_cert("127.0.0.1").configure_cert(context)
+    with FileServer(demo_model().read_bytes()).serving(context) as server:
+        yield server
+
+
+@pytest.fixture
+def with_token(
+    environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, str]:
+    """The environment of the command, here and in other processes, with a token."""
+    environment |= {"SSL_CERT_FILE": str(tmp_path / "authority.pem"), "HF_TOKEN": TOKEN}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    return environment
+
+
+def parts(environment: dict[str, str]) -> list[Path]:
+    return list(downloads_folder(Path(environment["LLAMA_GATEWAY_CACHE"])).glob("*/*.part"))
+
+
+@pytest.mark.real
+@pytest.mark.slow
+async def test_a_model_is_downloaded_served_and_not_downloaded_again(
+    server: FileServer, with_token: dict[str, str]
+) -> None:
+    cdn = f"{server.origin}/cdn/x?X-Signature=hunter2"
+    server.faults.extend([Fault(302, {"Location": cdn}), Fault(cut=1_000_000)])
+    url = f"{server.origin}/models/tiny-Q8.gguf?key=hunter2"
+    arguments = ("--model", url, "--sha256", digest(server.content), "--token-env", "HF_TOKEN")
+    for _ in range(2):
+        async with running(with_token, *arguments) as it:
+            await it.chat()
+            assert [model["id"] for model in await it.models()] == ["tiny-Q8"]
+            assert await it.end() == 0
+        output = "\n".join(it.lines)
+        assert "Traceback" not in output
+        for secret in ("hunter2", TOKEN):
+            assert secret not in output
+    targets = [target for target, _ in server.requests]
+    assert targets == [
+        "/models/tiny-Q8.gguf?key=hunter2", "/cdn/x?X-Signature=hunter2",
+        "/models/tiny-Q8.gguf?key=hunter2",
+    ]  # fmt: skip
+    assert server.ranges_asked == [None, None, "bytes=1000000-"]
+    assert all(headers["authorization"] == f"Bearer {TOKEN}" for _, headers in server.requests)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_keeps_what_has_arrived(
+    server: FileServer, with_token: dict[str, str], number: signal.Signals
+) -> None:
+    held = threading.Event()
+    server.faults.append(Fault(hold=held))
+    with subprocess.Popen(
+        [*COMMAND, "--model", f"{server.origin}/m.gguf"], env=with_token,
+        stderr=subprocess.PIPE, text=True
+    ) as process:  # fmt: skip
+        try:
+            assert server.half_way.wait(60)
+            while not (found := parts(with_token)) or not found[0].stat().st_size:
+                assert process.poll() is None
+                time.sleep(0.01)
+            process.send_signal(number)
+            _, err = process.communicate(timeout=60)
+        finally:
+            held.set()
+            process.kill()
+    assert process.returncode == (130 if number == signal.SIGINT else -number)
+    assert "Traceback" not in err
+    assert ("the same command goes on" in err) is (number == signal.SIGINT)
+    (part,) = parts(with_token)
+    assert 0 < part.stat().st_size <= len(server.content) // 2
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_or_is_refused_is_not_downloaded_and_a_terminal_shows_a_bar(
+    server: FileServer, with_token: dict[str, str]
+) -> None:
+    url = f"{server.origin}/m.gguf"
+    status, shown = run_on_terminal(
+        "up", "--model", url, "--sha256", "0" * 64, environment={**with_token, "COLUMNS": "100"}
+    )
+    assert status == 1
+    assert "Downloading https://127.0.0.1" in shown
+    assert "MB" in shown or "MiB" in shown
+    assert "not 0000000000" in shown.replace("\r\n", "")
+    server.always = Fault(401)
+    told = refusal("up", "--model", url, status=1)
+    assert ("HTTP 401 Unauthorized" in told, "--token-env" in told) == (True, True)
+    assert all("authorization" not in headers for _, headers in server.requests)
+    server.always = Fault(announce=psutil.virtual_memory().total)
+    assert "not enough memory" in refusal("up", "--model", url, status=1)
+    assert parts(with_token) == []
+
+
+URL, TWO = "--model https://h/m.gguf ", "--model https://h/a.gguf --model https://h/b?k=hunter2 "
+SUM = f"--sha256 {'0' * 64} "
+
+
+@each_case(
+    ("words", "text"),
+    [
+        ("--model http://models.example/m.gguf?k=hunter2", "only https"),
+        ("--model ftp://me:hunter2@models.example/m.gguf", "only https"),
+        (URL + "--sha256 hunter2", "64 hexadecimal digits"),
+        (URL + SUM * 2, "given 2 times"),
+        ("--model https://h/m-00001-of-00003.gguf " + SUM, "1 times, but the model has 3 files"),
+        (URL + "--token-env NO_SUCH_TOKEN", "not set"),
+        (URL + "--token-env BAD_TOKEN", "holds no token"),
+        ("--model https://a:hunter2@h/m --token-env HF_TOKEN", "give one only"),
+        ("--model m.gguf " + SUM, "names no URL"),
+        (TWO + "--token-env HF_TOKEN", "--token-env is for one URL"),
+    ],
+)
+def test_wrong_usage_is_2_and_tells_no_secret(
+    with_token: dict[str, str], monkeypatch: pytest.MonkeyPatch, words: str, text: str
+) -> None:
+    monkeypatch.setenv("BAD_TOKEN", "hunter2\nX-Injected: 1")
+    told = refusal("up", *words.split())
+    assert text in told
+    assert "hunter2" not in told

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.running import Ran, run
+from tests.cli.running import Ran, run_beside
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 from tests.servers import running_demo_servers
@@ -32,14 +32,9 @@ async def ask(gateway: Running, tag: str, tokens: int = 4, repeated: int = 1) ->
 
 
 async def run_why(gateway: Running, *arguments: str) -> Ran:
-    ran = await asyncio.to_thread(run, "why", *arguments, "--admin-url", gateway.admin_url)
+    ran = await run_beside(gateway, "why", *arguments)
     assert "launch" not in ran.out + ran.err
     return ran
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)  # no config/ of the project here
 
 
 async def test_a_served_request_and_a_waiting_one_are_tables_of_the_nodes(tmp_path: Path) -> None:

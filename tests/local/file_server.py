@@ -8,10 +8,12 @@ import ssl
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from tests.cli.local_server import serving
 
 
 def digest(content: bytes) -> str:
@@ -36,7 +38,7 @@ class Fault:
 class FileServer:
     """Serves `content` at any path; each request takes the next of `faults`."""
 
-    def __init__(self, content: bytes, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, content: bytes) -> None:
         self.content = content
         self.etag: str | None = '"v1"'
         self.ranges = True
@@ -45,46 +47,31 @@ class FileServer:
         self.requests: list[tuple[str, dict[str, str]]] = []  # target and headers
         self.paths: dict[str, bytes] = {}  # other files
         self.half_way = threading.Event()  # a held response has sent its first half
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                outer._answer(self)
-
-            def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-                pass
-
-        class Server(ThreadingHTTPServer):
-            def handle_error(self, request: Any, client_address: Any) -> None:
-                pass  # a client that has left
-
-        self._server = Server(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self._scheme = "http"
-        if tls is not None:
-            self._scheme = "https"
-            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
-
-    @property
-    def origin(self) -> str:
-        return f"{self._scheme}://127.0.0.1:{self._server.server_address[1]}"
+        self.origin = ""
 
     @property
     def ranges_asked(self) -> list[str | None]:
         return [headers.get("range") for _, headers in self.requests]
 
     @contextmanager
-    def serving(self) -> Iterator[FileServer]:
-        thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
-        thread.start()
-        try:
+    def serving(self, tls: ssl.SSLContext | None = None) -> Iterator[FileServer]:
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def handle(self) -> None:
+                with suppress(OSError):  # a client that has left
+                    super().handle()
+
+            def do_GET(self) -> None:
+                outer._answer(self)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        with serving(Handler, tls) as self.origin:
             yield self
-        finally:
-            self._server.shutdown()
-            thread.join()
-            self._server.server_close()
 
     def _answer(self, handler: BaseHTTPRequestHandler) -> None:
         headers = {name.lower(): value for name, value in handler.headers.items()}
@@ -92,7 +79,7 @@ class FileServer:
         fault = self.faults.popleft() if self.faults else (self.always or Fault())
         content = self.paths.get(handler.path, self.content)
         if fault.status is not None:
-            self._head(handler, fault.status, {**fault.headers, "Content-Length": "0"})
+            _head(handler, fault.status, {**fault.headers, "Content-Length": "0"})
             return
         start, status = 0, 200
         asked = re.fullmatch(r"bytes=(\d+)-", headers.get("range", ""))
@@ -100,7 +87,7 @@ class FileServer:
             start, status = int(asked[1]), 206
             if start >= len(content):
                 size = {"Content-Range": f"bytes */{len(content)}", "Content-Length": "0"}
-                self._head(handler, 416, size)
+                _head(handler, 416, size)
                 return
         body = content[start:] if fault.body is None else fault.body
         sent = {"ETag": self.etag} if self.etag else {}
@@ -110,36 +97,26 @@ class FileServer:
             sent["Transfer-Encoding"] = "chunked"
         else:
             sent["Content-Length"] = str(len(body) if fault.announce is None else fault.announce)
-        self._head(handler, status, {**sent, **fault.headers})
-        self._body(handler, body, fault)
+        _head(handler, status, {**sent, **fault.headers})
+        if fault.chunked:
+            for at in range(0, len(whole := body[: fault.end]), 65536):
+                piece = whole[at : at + 65536]
+                handler.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+            handler.wfile.write(b"0\r\n\r\n")
+            return
+        if fault.hold is not None:
+            half, body = body[: len(body) // 2], body[len(body) // 2 :]
+            handler.wfile.write(half)
+            handler.wfile.flush()
+            self.half_way.set()
+            fault.hold.wait(60)
+        handler.wfile.write(body[: fault.cut])
+        # What was announced beyond it never comes.
+        handler.close_connection = (fault.cut, fault.announce) != (None, None)
 
-    def _head(self, handler: BaseHTTPRequestHandler, status: int, sent: Mapping[str, str]) -> None:
-        handler.send_response(status)
-        for name, value in sent.items():
-            handler.send_header(name, value)
-        handler.end_headers()
 
-    def _body(self, handler: BaseHTTPRequestHandler, body: bytes, fault: Fault) -> None:
-        try:
-            if fault.chunked:
-                whole = body if fault.end is None else body[: fault.end]
-                for at in range(0, len(whole), 65536):
-                    piece = whole[at : at + 65536]
-                    handler.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
-                handler.wfile.write(b"0\r\n\r\n")
-            elif fault.cut is not None:
-                handler.wfile.write(body[: fault.cut])
-                handler.close_connection = True
-            elif fault.hold is not None:
-                half = len(body) // 2
-                handler.wfile.write(body[:half])
-                handler.wfile.flush()
-                self.half_way.set()
-                fault.hold.wait(60)
-                handler.wfile.write(body[half:])
-            else:
-                handler.wfile.write(body)
-                # What was announced beyond it never comes.
-                handler.close_connection = fault.announce is not None
-        except OSError:
-            handler.close_connection = True  # the client has left
+def _head(handler: BaseHTTPRequestHandler, status: int, sent: Mapping[str, str]) -> None:
+    handler.send_response(status)
+    for name, value in sent.items():
+        handler.send_header(name, value)
+    handler.end_headers()

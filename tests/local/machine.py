@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -119,6 +121,19 @@ def write(root: Path, place: str, text: str) -> None:
     path = root / place
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
+
+
+ALONE = """
+import sys, runpy
+sys.path.insert(0, sys.argv.pop(1))
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+
+
+def run_alone(root: Path, *command: object) -> subprocess.CompletedProcess[str]:
+    """Run a module below this folder, with arguments, by a Python without any package."""
+    words = [sys.executable, "-I", "-S", "-c", ALONE, *map(str, (root, *command))]
+    return subprocess.run(words, capture_output=True, check=False, text=True, timeout=120)
 
 
 def is_locked(pid: int, model: Path) -> bool:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 RANGE_UJ = 262_143_328_850  # of an Intel package
@@ -18,22 +14,18 @@ class PowercapTree:
         self.root = root
         self._links = root / "sys/class/powercap"
         self._devices = root / "sys/devices/virtual/powercap"
-        self._links.mkdir(parents=True)
         self._devices.mkdir(parents=True)
-        (self._links / "intel-rapl").mkdir()
+        (self._links / "intel-rapl").mkdir(parents=True)
         (self._links / "intel-rapl" / "enabled").write_text("1\n")
 
-    def add(
-        self, zone: str, name: str, energy_uj: int, *, range_uj: int = RANGE_UJ, mode: int = 0o400
-    ) -> None:
+    def add(self, zone: str, name: str, energy_uj: int) -> None:
         """Add a counter."""
         folder = self._devices / zone
         folder.mkdir()
         (self._links / zone).symlink_to(folder)
         (folder / "name").write_text(f"{name}\n")
-        (folder / "max_energy_range_uj").write_text(f"{range_uj}\n")
+        (folder / "max_energy_range_uj").write_text(f"{RANGE_UJ}\n")
         (folder / "energy_uj").write_text(f"{energy_uj}\n")
-        (folder / "energy_uj").chmod(mode)
 
     def zone(self, zone: str) -> Path:
         """The folder of a counter."""
@@ -41,29 +33,6 @@ class PowercapTree:
 
     def use(self, zone: str, microjoules: int) -> None:
         """Advance a counter, which begins at 0 again after its range."""
-        folder = self._devices / zone
-        counter, range_uj = folder / "energy_uj", int((folder / "max_energy_range_uj").read_text())
-        draft = folder / "draft"
+        counter = self._devices / zone / "energy_uj"
         value = int(counter.read_text()) + microjoules
-        draft.write_text(f"{value % range_uj if value > range_uj else value}\n")
-        draft.replace(counter)  # a reader never sees half of it
-
-    @contextmanager
-    def drawing(self, zone: str, watts: float) -> Iterator[None]:
-        """Advance a counter in steps of some milliseconds, as a machine that takes `watts` does."""
-        over = threading.Event()
-
-        def advance() -> None:
-            before = time.monotonic()
-            while not over.wait(0.002):
-                now = time.monotonic()
-                self.use(zone, round((now - before) * watts * 1e6))
-                before = now
-
-        thread = threading.Thread(target=advance)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
+        counter.write_text(f"{value % RANGE_UJ if value > RANGE_UJ else value}\n")

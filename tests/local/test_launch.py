@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from gateway.local import LocalFleetError
@@ -17,7 +18,6 @@ from gateway.local.launch import bind_memory
 from gateway.local.plan import plan_local_fleet
 from gateway.local.server import server_environment
 from tests.known import known
-from tests.local.server_requests import post
 from tests.processes import gone, wait_until_gone
 from tests.servers import running_demo_servers
 
@@ -139,5 +139,6 @@ def test_a_server_runs_on_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         mapped = Path(f"/proc/{server.pid}/maps").read_text()
         runtimes = {line.split()[-1] for line in mapped.splitlines() if "libgomp" in line}
         assert runtimes == {str(packaged_openmp())}
-        answer = post(f"{server.url}/completion", json={"prompt": "on", "n_predict": 5})
+        body = {"prompt": "on", "n_predict": 5}
+        answer = httpx.post(f"{server.url}/completion", json=body, timeout=120, trust_env=False)
         assert answer.json()["tokens_predicted"] == 5

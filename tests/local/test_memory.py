@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,17 +26,12 @@ from gateway.local.plan import plan_local_fleet
 from gateway.local.topology import Topology, read_topology
 from tests.each_case import each_case
 from tests.known import known
-from tests.local.machine import make_machine, two_sockets_with_smt
+from tests.local.machine import make_machine, run_alone, two_sockets_with_smt
 from tests.local.machine import write as write_file
 from tests.workshop.fit.random_models import Recipe, write
 
 GIB = 1 << 30
 REPOSITORY = Path(__file__).parents[2]
-ALONE = """
-import sys, runpy
-sys.path.insert(0, sys.argv.pop(1))
-runpy.run_module("gateway.local.memory", run_name="__main__", alter_sys=True)
-"""
 SETTINGS = ServerSettings(2, 4096)
 MODEL = ModelFile(Path("big.gguf"), "big", size=10 * GIB, trained_context=None)
 
@@ -88,18 +81,15 @@ def test_a_known_shape_tells_what_a_server_needs_else_the_rule_of_thumb(
 
 def test_the_module_says_what_a_server_needs_without_any_package(tmp_path: Path) -> None:
     path = write(Recipe("m", 2, 256, 4, 4, 512), tmp_path, hollow=True)
-    module = [sys.executable, "-I", "-S", "-c", ALONE, str(REPOSITORY)]
-    settings = ["--slots", "2", "--context", "4096", "--ubatch", "256", "--cache-ram", "1"]
-    done = subprocess.run(
-        [*module, str(path), *settings], capture_output=True, text=True, check=True
-    )
+    settings = ("--slots", "2", "--context", "4096", "--ubatch", "256", "--cache-ram", "1")
+    command = (REPOSITORY, "gateway.local.memory", path, *settings)
+    done = run_alone(*command)
     shape = read_model(path).shape
     needed = server_memory(known(shape), ServerSettings(2, 4096, prompt_cache_bytes=1 << 20)).needed
     assert json.loads(done.stdout)["needed"] == needed
     path.write_bytes(b"<html>")
-    failed = subprocess.run([*module, str(path), *settings], capture_output=True, check=False)
-    assert failed.returncode == 1
-    assert b"web page" in failed.stderr
+    failed = run_alone(*command)
+    assert (failed.returncode, "web page" in failed.stderr) == (1, True)
 
 
 # What a server needs, part by part.

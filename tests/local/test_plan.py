@@ -4,6 +4,7 @@ import importlib.util
 import os
 import re
 import shutil
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,21 +13,24 @@ import numpy as np
 import pytest
 
 from gateway.local import LocalFleetError, MemoryShortError, ModelFileError
-from gateway.local.gguf import ModelFile
+from gateway.local.gguf import ModelFile, read_model
 from gateway.local.memory import (
     MEMORY_RESERVE,
     MIB,
     ServerSettings,
     file_memory,
+    server_needs,
 )
 from gateway.local.plan import (
     DEFAULT_CONTEXT,
+    DEFAULT_SLOTS,
     FETCHED_SERVER,
     ModelFolder,
     plan_folder_fleet,
     plan_local_fleet,
     plan_servers,
     plan_specs,
+    server_settings,
 )
 from gateway.local.server import inventory_entry
 from gateway.local.topology import Topology, read_topology
@@ -35,6 +39,7 @@ from tests.each_case import each_case
 from tests.known import known
 from tests.local.gguf_files import gguf_writer
 from tests.local.machine import make_machine, two_sockets_with_smt
+from tests.local.small_models import MODELS, Published, types, weights, write_hollow
 from tests.servers import demo_model
 from tests.workshop.fit.random_models import Recipe, write
 
@@ -387,3 +392,29 @@ def test_what_comes_and_goes_changes_no_other_section(
     # A file that has not changed is not read again.
     monkeypatch.setattr(Path, "open", lambda *_: pytest.fail("it was read again"))
     assert found.refresh() is None
+
+
+# The two models of docs/models.md.
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.file)
+def test_the_page_fetches_checks_and_tells_what_up_reads(model: Published, tmp_path: Path) -> None:
+    assert types(model) == Counter(model.types), "as the published file"
+    assert round(weights(model) / 2**20, 2) == pytest.approx(model.weights_mib, abs=0.006)
+    file = re.escape(model.file)
+    url = rf"https://huggingface\.co/Qwen/\S+-GGUF/resolve/[0-9a-f]{{40}}/{file}"
+    assert re.search(rf"^\$ curl -fL .*-o {file} \\\n +{url}$", PAGE, re.MULTILINE)
+    assert re.search(rf'"[0-9a-f]{{64}}  {file}" \| sha256sum -c', PAGE)
+    assert f"--model {model.file}" in PAGE
+    read = read_model(write_hollow(model, tmp_path))
+    assert (f"{read.name}.gguf", read.size) == (model.file, model.size)
+    (server,) = plan_servers(read_topology(make_machine(tmp_path / "m", [[[0], [1]]])), read)
+    assert (server.slots, server.context) == (DEFAULT_SLOTS, DEFAULT_CONTEXT)
+    row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{read.name}`"))
+    needs = server_needs(read, server_settings(server))[0] / GIB
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[1:4] == ["Apache 2.0", f"{model.size:,}", f"{needs:.1f} GiB"]
+    assert f"{DEFAULT_SLOTS} slots of {DEFAULT_CONTEXT:,} tokens" in PAGE

@@ -7,18 +7,38 @@ from __future__ import annotations
 
 import json
 import select
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 
-from tests.local.server_requests import TIMEOUT, get, post
-from tests.servers import demo_servers
+from gateway.local.demo_model import WORDS
+from gateway.local.gguf import read_model
+from tests.local.machine import is_locked
+from tests.servers import (
+    demo_model,
+    demo_servers,
+    may_lock,
+    running_demo_servers,
+    spawn_demo_server,
+    stop_demo_server,
+    wait_for_demo_server,
+)
 
 pytestmark = pytest.mark.real
+embedded = pytest.mark.wheel_only("about the embedded server itself")
+
+TIMEOUT = 120.0  # seconds; the machine may be busy
+CLIENT = httpx.Client(
+    timeout=TIMEOUT, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
+)
 
 LONG = {"prompt": "on and on", "n_predict": 16_000, "stream": True}
 
@@ -49,19 +69,12 @@ class Connection(HTTPConnection):
 
 
 def busy(url: str) -> bool:
-    return any(slot["is_processing"] for slot in get(f"{url}/slots").json())
+    return any(slot["is_processing"] for slot in CLIENT.get(f"{url}/slots").json())
 
 
 def wait_until_free(url: str) -> None:
     while busy(url):
         time.sleep(0.005)
-
-
-def broken_off(url: str) -> bool:
-    """Return whether the last response was incomplete; wait until its slot is free."""
-    wait_until_free(url)
-    [slot] = get(f"{url}/slots").json()
-    return bool(slot["next_token"][0]["has_next_token"])
 
 
 def test_a_connection_serves_a_hundred_requests(url: str) -> None:
@@ -77,14 +90,6 @@ def test_a_connection_serves_a_hundred_requests(url: str) -> None:
 
 
 @pytest.mark.smoke
-def test_an_error_closes_the_connection(url: str) -> None:
-    with closing(Connection(url)) as connection:
-        connection.ask("/v1/chat/completions", {})
-        response = connection.getresponse()
-        assert (response.status, response.headers["connection"]) == (400, "close")
-
-
-@pytest.mark.smoke
 def test_a_slot_is_free_soon_after_its_stream_is_closed(url: str) -> None:
     with closing(Connection(url)) as connection:
         connection.ask("/completion", LONG)
@@ -92,7 +97,7 @@ def test_a_slot_is_free_soon_after_its_stream_is_closed(url: str) -> None:
         assert (response.status, bool(response.readline())) == (200, True)
         assert busy(url)
         response.close()
-    assert broken_off(url)
+    wait_until_free(url)
 
 
 def withheld(url: str) -> bool:
@@ -115,12 +120,86 @@ def test_the_head_comes_at_once_with_a_free_slot_and_is_withheld_without(url: st
     assert any(withheld(url) for _ in range(10))
 
 
-def test_a_prompt_that_is_too_long_is_refused_with_both_numbers(url: str) -> None:
-    answer = post(f"{url}/completion", json={"prompt": "x" * 20_000, "stream": True})
-    assert answer.status_code == 400
-    error = answer.json()["error"]
-    assert error["type"] == "exceed_context_size_error"
-    assert error["n_ctx"] == 16_384
-    assert error["n_prompt_tokens"] >= 20_000
-    # The settings can't be changed from outside.
-    assert post(f"{url}/props", json={}).status_code == 501
+def test_settings_can_not_be_changed_and_no_web_page_may_read_slots(url: str) -> None:
+    assert CLIENT.post(f"{url}/props", json={}).status_code == 501
+    evil = {"Origin": "http://evil.example"}
+    slots = CLIENT.get(f"{url}/slots", headers=evil)
+    told = slots.headers.get("access-control-allow-origin", "")
+    assert (slots.status_code, told in {"*", *evil.values()}) == (200, False)
+
+
+# The embedded server.
+
+
+def chat(url: str, content: str, **more: Any) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": content}], "temperature": 0} | more
+    answer = CLIENT.post(f"{url}/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    choice: dict[str, Any] = answer.json()["choices"][0]
+    return choice
+
+
+@embedded
+@pytest.mark.smoke
+def test_keys_of_a_file_are_required(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("older-key\nnewer-key\n")
+    server = spawn_demo_server(extra=("--api-key-file", str(keys)))
+    try:
+        url = wait_for_demo_server(server)
+        for path in ("/props", "/slots", "/metrics"):
+            assert CLIENT.get(f"{url}{path}").status_code == 401
+            for key, status in (("older-key", 200), ("newer-key", 200), ("key", 401)):
+                answer = CLIENT.get(f"{url}{path}", headers={"Authorization": f"Bearer {key}"})
+                assert answer.status_code == status, (path, key)
+        assert CLIENT.get(f"{url}/health").status_code == 200
+    finally:
+        stop_demo_server(server)
+    for options, told in (
+        ((f"--api-key-file={keys}",), f"embedded: --api-key-file {keys} "),
+        ((f"--model={keys}",), f"embedded: llama.cpp could not serve {keys}"),
+    ):
+        keys.write_bytes(b"\n \n")
+        server = spawn_demo_server(extra=options)
+        try:
+            with pytest.raises(AssertionError, match=told):
+                wait_for_demo_server(server)
+            assert server.process.wait(TIMEOUT) == 1
+        finally:
+            stop_demo_server(server)
+
+
+@embedded
+def test_words_are_generated_and_not_logged_and_sigterm_ends_it_at_once_during_a_stream() -> None:
+    with running_demo_servers(1, context=16_384) as (server,):
+        choice = chat(server.url, "my secret lighthouse", max_tokens=300)
+        log = server.log_with("prompt eval time")
+        body = {"prompt": "on", "n_predict": 16_000, "stream": True}
+        url = f"{server.url}/completion"
+        with CLIENT.stream("POST", url, json=body) as answer:
+            next(answer.iter_lines())
+            server.process.terminate()
+            # By itself the server ends its streams first, some 30 s, and then with status 0.
+            assert server.process.wait(60) == -signal.SIGTERM
+    assert choice["finish_reason"] == "length"
+    words = choice["message"]["content"].split()
+    assert sum(word in WORDS for word in words) > 0.8 * len(words)
+    assert len(set(words)) > 50
+    assert "lighthouse" not in log
+    assert f"{words[0]} {words[1]}" not in log
+
+
+@embedded
+@pytest.mark.skipif(not may_lock(), reason="the limit of locked memory is too low here")
+@pytest.mark.parametrize("more", [(), ("--no-mmap",)])
+def test_a_model_may_be_locked_in_memory(more: tuple[str, ...]) -> None:
+    model = read_model(demo_model())
+    server = spawn_demo_server(extra=("--mlock", *more))
+    try:
+        wait_for_demo_server(server)
+        locked = is_locked(server.pid, model.path)
+        mapped = str(model.path) in Path(f"/proc/{server.pid}/maps").read_text()
+    finally:
+        stop_demo_server(server)
+    assert locked
+    assert mapped == (not more)

@@ -3,8 +3,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from tests.local.machine import (
     EPYC,
     GRAVITON_3,
     make_machine,
+    run_alone,
     two_sockets_with_smt,
     write,
 )
@@ -117,15 +116,7 @@ def test_efficiency_cores_of_a_hybrid_processor_get_no_thread(tmp_path: Path) ->
     assert machine.threads_per_server(machine.nodes[0]) == 4
 
 
-RUN = """
-import sys, runpy
-sys.path.insert(0, sys.argv.pop(1))
-runpy.run_module("gateway.local.topology", run_name="__main__", alter_sys=True)
-"""
-MODULES = (
-    "local/__init__",
-    "local/topology",
-)
+MODULES = ("local/__init__", "local/topology")
 """The modules that a playbook runs on a host, beside an empty `gateway/__init__.py`."""
 
 
@@ -138,12 +129,7 @@ def test_a_bare_python_reads_the_topology(tmp_path: Path) -> None:
             Path(gateway.__file__).parent / f"{module}.py", tmp_path / f"gateway/{module}.py"
         )
     machine = make_machine(tmp_path / "machine", two_sockets_with_smt())
-    result = subprocess.run(
-        [sys.executable, "-I", "-S", "-c",
-         RUN, str(tmp_path), str(machine)],
-        capture_output=True, check=True, text=True, timeout=120,
-    )  # fmt: skip
-    found = json.loads(result.stdout)
+    found = json.loads(run_alone(tmp_path, "gateway.local.topology", machine).stdout)
     assert (found["sockets"], found["cores"]) == (2, 8)
     assert [server["threads"] for server in found["servers"]] == [4, 4]
 

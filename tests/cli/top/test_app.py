@@ -1,13 +1,12 @@
-"""The screen over a real gateway process, driven by Textual's pilot and in a terminal by tmux."""
+"""The screen over a real gateway process, driven by Textual's pilot and on a terminal."""
 
 from __future__ import annotations
 
 import asyncio
-import shutil
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -19,10 +18,10 @@ from textual.widgets import Static
 
 from gateway.cli.client import AdminClient
 from gateway.cli.top.app import Confirm, Explanation, Top
+from tests.cli.running import run_on_terminal
 from tests.emulator import EmulatedNode
 from tests.gateway_processes import Succession, serving
 from tests.gateways import NO_TLS
-from tests.polling import eventually
 
 LIMIT = 60.0
 
@@ -125,35 +124,10 @@ async def test_a_request_is_explained_by_a_key_and_its_words_stay_text(tmp_path:
         chat.cancel()
 
 
-@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed here")
-async def test_the_screen_fits_into_eighty_columns_of_a_terminal(tmp_path: Path) -> None:
+async def test_the_screen_is_drawn_on_a_terminal_and_a_key_ends_it(tmp_path: Path) -> None:
     async with EmulatedNode(model="demo") as node, serving(tmp_path, node) as gateway:
-        socket = str(tmp_path / "tmux")
-
-        async def tmux(*words: str) -> str:
-            process = await asyncio.create_subprocess_exec(
-                "tmux", "-S", socket, "-f", "/dev/null", *words,
-                stdout=asyncio.subprocess.PIPE,
-            )  # fmt: skip
-            output, _ = await process.communicate()
-            return output.decode()
-
-        command = f"{sys.executable} -m gateway top --admin-url {gateway.admin_url}"
-        await tmux("new-session", "-d", "-x", "80", "-y", "24", command)
-        try:
-
-            async def drawn() -> str | None:
-                text = await tmux("capture-pane", "-p")
-                return text if " one " in text else None
-
-            async def ended() -> bool | None:
-                return not await tmux("list-sessions") or None
-
-            text = await eventually(drawn, LIMIT)
-            assert "1 of 1 nodes work" in text
-            assert "d Drain" in text
-            assert all(len(line) <= 80 for line in text.splitlines())
-            await tmux("send-keys", "q")
-            await eventually(ended, LIMIT)
-        finally:
-            await tmux("kill-server")
+        command = partial(run_on_terminal, "top", "--admin-url", gateway.admin_url)
+        ready = b"1 of 1 nodes work"
+        status, shown = await asyncio.to_thread(command, question=ready, typed="q")
+    assert status == 0
+    assert "Drain" in shown

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
 
@@ -16,8 +15,9 @@ from gateway.cli.top.fleet import (
     request_lines,
     slots_drawn,
 )
-from tests.cli.local_server import Answer, answering
+from tests.cli.local_server import answering
 from tests.cli.running import run
+from tests.each_case import each_case
 
 
 def test_an_update_changes_what_it_names_and_leaves_the_rest() -> None:
@@ -44,61 +44,32 @@ def test_an_update_changes_what_it_names_and_leaves_the_rest() -> None:
 # Following the feed.
 
 
-SNAPSHOT = b'event: snapshot\ndata: {"at": 1}\n\n'
-
-
-class Stream:
-    """Serves each request's bytes in turn; the last ones again and again."""
-
-    def __init__(self, *answers: tuple[int, bytes]) -> None:
-        self.answers = list(answers)
-        self.url = ""
-
-    def next(self) -> tuple[int, bytes]:
-        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-
-
-@pytest.fixture
-def stream() -> Iterator[Stream]:
-    made = Stream((200, SNAPSHOT))
-
-    def answer(*_: object) -> Answer:
-        status, body = made.next()
-        return status, {}, body
-
-    with answering(answer) as made.url:
-        yield made
-
-
-def client(stream: Stream) -> AdminClient:
-    return AdminClient(stream.url, None)
-
-
-def test_in_a_pipe_the_state_is_printed_once_with_the_queue(stream: Stream) -> None:
+def test_in_a_pipe_the_state_is_printed_once_with_the_queue() -> None:
     state = {"at": 1.0, "nodes": [{"name": "a"}], "waiting": [["normal", "demo", 70, None]]}
     event = f": hello\n\nevent: snapshot\ndata: {json.dumps(state)}\n\nevent: update\ndata: [1]\n\n"
-    stream.answers = [(200, event.encode())]
-    (waiting,) = json.loads(run("top", "--json", "--admin-url", stream.url).out)["waiting"]
+    with answering(lambda *_: (200, {}, event.encode())) as url:
+        (waiting,) = json.loads(run("top", "--json", "--admin-url", url).out)["waiting"]
+        text = run("top", "--admin-url", url).out
     assert waiting == {"class": "normal", "model": "demo", "waited": 70, "expected_start": None}
-    text = run("top", "--admin-url", stream.url).out
     row = ["1", "normal", "demo", "1m10s", "-"]
     assert text.split("PLACE")[1].split("\n")[1].split() == row
 
 
-@pytest.mark.parametrize(
-    ("answer", "words"),
+@each_case(
+    ("status", "body", "words"),
     [
-        ((200, b"event: x\ndata: {oops\n"), "no JSON"),
-        ((200, b"data: " + b"x" * (LONGEST_LINE + 1)), "larger"),
-        ((401, b"{}"), "--admin-key-file"),
-        ((404, b'{"error": {"message": "There is nothing"}}'), "404"),
+        (200, b"event: x\ndata: {oops\n", "no JSON"),
+        (200, b"data: " + b"x" * (LONGEST_LINE + 1), "larger"),
+        (401, b"{}", "--admin-key-file"),
+        (404, b'{"error": {"message": "There is nothing"}}', "404"),
     ],
 )
-def test_what_is_no_stream_of_events_is_told(
-    stream: Stream, answer: tuple[int, bytes], words: str
-) -> None:
-    stream.answers = [answer]
-    with client(stream) as admin, pytest.raises(CommandFailed, match=words):
+def test_what_is_no_stream_of_events_is_told(status: int, body: bytes, words: str) -> None:
+    with (
+        answering(lambda *_: (status, {}, body)) as url,
+        AdminClient(url, None) as admin,
+        pytest.raises(CommandFailed, match=words),
+    ):
         list(admin.events(LIVE_PATH))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,14 +15,6 @@ from tests.emulator.process import emulator_process
 from tests.processes import free_port
 
 SMALL = ("--prompt", "64", "--max-tokens", "8", "--warm-up", "1")
-
-
-@pytest.fixture(autouse=True)
-def _heap_of_one_test() -> Iterator[None]:
-    """Each load begins with a collection, which takes long where other tests have loaded much."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +9,10 @@ import pytest
 
 from gateway.workshop.plan.catalogue import packaged_catalogue
 from tests.callers.metered_gateway import recorded
-from tests.cli.running import Ran, output, refusal, run
+from tests.cli.running import output, refusal, run, run_beside
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
-from tests.gateways import Running, running_gateway
+from tests.gateways import running_gateway
 
 OWN = ("--prompt", "100", "--completion", "100", "--tokens-per-second", "10")
 QUICK = ("--requests", "300")
@@ -108,37 +106,51 @@ def test_wrong_figures_are_refused(words: str, problem: str) -> None:
     assert problem in refusal("plan", *words.split())
 
 
+@each_case(
+    ("line", "problem"),
+    [
+        (
+            "price_per_hour: -1",
+            ":5: types[0].price_per_hour: must be greater than or equal to 0",
+        ),
+        ("price_per_hour: .nan", ":5: types[0].price_per_hour: must be a finite number"),
+        (
+            "price_per_month: 1e99",
+            ":5: types[0].price_per_month: must be less than or equal to",
+        ),
+        ("tier: tpu", ":5: types[0].tier: "),
+        ("", ":2: types[0]: has no price (write price_per_hour, price_per_month or"),
+        (
+            "watts: 1\n    idle_watts: 2",
+            ":6: types[0].idle_watts: must not be above watts (1)",
+        ),
+    ],
+)
+def test_a_wrong_or_missing_figure_is_reported(tmp_path: Path, line: str, problem: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"types:\n  - name: a\n    decode_tps: 3\n    prefill_tps: 4\n    {line}\n")
+    assert f"mine.yaml{problem}" in refusal("plan", *CATALOGUE.split(), "--catalogue", str(path))
+
+
 CHAT = {"messages": [{"role": "user", "content": "tell me of " + "nodes " * 60}]}
 
 
-@asynccontextmanager
-async def with_ledger(
-    folder: Path, server: EmulatedNode, settings: Mapping[str, Any], **node: object
-) -> AsyncIterator[Running]:
-    """A gateway over this node, whose requests are recorded."""
-    given = {"store": {"url": f"sqlite:///{folder}/gateway.db"}, **settings}
-    async with server:
-        nodes = [{"name": "epyc", "url": server.url, **node}]
-        async with running_gateway(folder, nodes, given) as running:
-            yield running
-
-
-async def through(admin_url: str, *arguments: str) -> Ran:
-    given = ("--fleet", "--admin-url", admin_url, *QUICK, "--json")
-    return await asyncio.to_thread(run, "plan", *arguments, *given)
-
-
 async def test_the_running_fleet_is_planned_by_its_speeds_and_its_ledger(tmp_path: Path) -> None:
+    settings = {"store": {"url": f"sqlite:///{tmp_path}/gateway.db"}}
     node = EmulatedNode(slots=2, prefill_tps=2000, decode_tps=100, answer_tokens=20)
-    async with with_ledger(tmp_path, node, {}, cost_per_hour=0.2) as running:
-        before = await through(running.admin_url)
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(node)
+        nodes = [{"name": "epyc", "url": node.url, "cost_per_hour": 0.2}]
+        running = await stack.enter_async_context(running_gateway(tmp_path, nodes, settings))
+        fleet = ("plan", "--fleet", *QUICK, "--json")
+        before = await run_beside(running, *fleet)
         assert before.status == 1
         assert "no node's speed is measured yet" in before.err
         for _ in range(3):
             answer = await running.client.post("/v1/chat/completions", json=CHAT)
             assert answer.status_code == 200
         await recorded(running, 3)
-        ran = await through(running.admin_url, "--completion-p95", "30")
+        ran = await run_beside(running, *fleet, "--completion-p95", "30")
         assert ran.status == 0, ran.err
         found = json.loads(ran.out)
         changes = ["as it is", "one more like epyc", "goal x 0.75", "goal x 1.5"]

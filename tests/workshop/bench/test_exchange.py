@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from itertools import takewhile
 from typing import Any
@@ -24,29 +23,6 @@ from gateway.workshop.bench.exchange import (
 from gateway.workshop.bench.load import TICK_SECONDS, LagMonitor
 from gateway.workshop.simulate.simulation import TracePrompt
 from tests.each_case import each_case
-from tests.transport.raw import Peer, raw_server
-from tests.workshop.bench.measuring import STREAM_HEAD, measure
-
-
-async def test_without_usage_words_are_taken_for_tokens_and_that_is_said() -> None:
-    seen: list[int] = []
-
-    async def answer(peer: Peer) -> None:
-        head, _, body = (await peer.request()).partition(b"\r\n\r\n")
-        if b"/chat/completions" in head:
-            seen.append(len(json.loads(body)["messages"][0]["content"].split()))
-            event = b'data: {"choices":[{"delta":{"content":"a"},"finish_reason":"stop"}]}\n\n'
-            await peer.say(STREAM_HEAD + event)
-        else:
-            await peer.say(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
-
-    async with raw_server(answer) as server:
-        report = await measure(f"http://127.0.0.1:{server.port}")
-    assert report.client["prompt_lengths_by"] == "guessed: one token a word"
-    assert seen[-4:] == [64] * 4
-    for note in ("sends no usage", "tells no token counts"):
-        assert any(note in one for one in report.notes)
-    assert any("names no model" in note for note in report.server.notes)
 
 
 def words(text: TracePrompt, seed: int = 1, calibration: Calibration | None = None) -> list[str]:

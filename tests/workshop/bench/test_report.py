@@ -15,6 +15,7 @@ from gateway.workshop.bench.exchange import Baseline, RequestResult, ServerDescr
 from gateway.workshop.bench.load import ClientFigures, Load, LoadRun, Loop, RequestGoal
 from gateway.workshop.bench.report import (
     FORMAT,
+    BenchReport,
     ComparisonError,
     Difference,
     Limit,
@@ -27,7 +28,6 @@ from gateway.workshop.bench.report import (
 from gateway.workshop.simulate.report import Percentiles
 from tests.each_case import each_case
 from tests.known import known
-from tests.workshop.bench.reports import sample_report
 
 IDLE = ClientFigures(Percentiles.of([0.001]), Percentiles.of([]), 0.1)
 
@@ -162,13 +162,21 @@ def test_where_nothing_succeeds_the_errors_limit() -> None:
 
 def test_the_page_has_the_figures_needs_nothing_else_and_a_servers_words_stay_text() -> None:
     evil = '<script>alert(1)</script>"\x1b[31m'
-    plain = sample_report()
-    server = replace(plain.server, model=evil, notes=[evil])
-    page = render_page(replace(plain, url=evil, server=server, notes=[evil]))
+    server, baseline = ServerDescription(model=evil, slots=4, notes=[evil]), Baseline(0.1, 0.1, 1)
+
+    def page(*loads: LoadFigures) -> str:
+        judged = [replace(one, verdict=judge(one, server, baseline)) for one in loads]
+        about = (evil, "chat", "2026-01-02T03:04:05+00:00", server, {"seed": 1}, {"python": "3"})
+        return render_page(BenchReport(*about, RequestGoal(), baseline, judged, [evil]))
+
+    shown = page(
+        *(figures(request(100, 1, 104), request(101, 2, 110), at_a_time=n) for n in (1, 4))
+    )
     for text in ("4 at a time", "TTFT P50", "decode", "<table", "<svg", "<polyline", "alert(1)"):
-        assert text in page
-    assert not re.search(r"<(script|link|img|iframe)|(?:src|href|url)\s*[=(]|\x1b", page)
-    assert "http_500" in render_page(sample_report(fails=True))
+        assert text in shown
+    assert not re.search(r"<(script|link|img|iframe)|(?:src|href|url)\s*[=(]|\x1b", shown)
+    failed = RequestResult(1, 0.0, error="http_500", detail="full", ended=1.0)
+    assert "http_500" in page(figures(failed))
 
 
 def report(slower: float = 1.0, *, requests: int = 60, seed: int = 1, **given: Any) -> Any:

@@ -3,25 +3,57 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gateway.local.energy import EnergyMeter, find_energy_domains
-from gateway.workshop.bench.exchange import ENDPOINTS, TargetError
-from gateway.workshop.bench.load import Load, Loop, RequestGoal, RequestPattern, parse_loads
+from gateway.workshop.bench.exchange import CHAT, ENDPOINTS, TargetError
+from gateway.workshop.bench.load import (
+    BenchPlan,
+    Load,
+    Loop,
+    RequestGoal,
+    RequestPattern,
+    parse_loads,
+)
 from gateway.workshop.bench.report import BenchReport, BenchSession, FitError, Limit, LoadFigures
 from gateway.workshop.simulate.simulation import read_trace
 from tests.emulator import EmulatedNode
+from tests.emulator.process import emulator_process
 from tests.known import known
 from tests.local.powercap import PowercapTree
 from tests.transport.raw import Peer, once, raw_server
 from tests.virtual import in_virtual_time, now
-from tests.workshop.bench.beside_guidellm import emulated_node
-from tests.workshop.bench.measuring import STREAM_HEAD, measure, plan
+
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
+
+
+@pytest.fixture(autouse=True)
+def _heap_of_one_test() -> Iterator[None]:
+    """Each load begins with a collection, which takes long where other tests have loaded much."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def plan(url: str, loads: list[Load] | None = None, **options: Any) -> BenchPlan:
+    """A plan of a few small requests."""
+    usual: dict[str, Any] = {"pattern": RequestPattern(64, 8), "endpoint": CHAT, "warm_up": 1}
+    loads = loads or parse_loads(Loop.CLOSED, "2", 4, None)
+    return BenchPlan(url=url, loads=loads, **usual | options)
+
+
+async def measure(url: str, loads: list[Load] | None = None, **options: Any) -> BenchReport:
+    """Measure a server."""
+    session = BenchSession(plan(url, loads, **options), clock=now)
+    await session.run()
+    return session.report()
 
 
 def only(report: BenchReport) -> LoadFigures:
@@ -123,6 +155,27 @@ async def test_fields_that_a_server_refuses_are_left_out() -> None:
     assert "stream_options" in bodies[1]
     assert all("stream_options" not in one and "ignore_eos" not in one for one in bodies[2:])
     assert (found.succeeded, found.completion_tokens) == (4, 5)
+
+
+async def test_without_usage_words_are_taken_for_tokens_and_that_is_said() -> None:
+    seen: list[int] = []
+
+    async def answer(peer: Peer) -> None:
+        head, _, body = (await peer.request()).partition(b"\r\n\r\n")
+        if b"/chat/completions" in head:
+            seen.append(len(json.loads(body)["messages"][0]["content"].split()))
+            event = b'data: {"choices":[{"delta":{"content":"a"},"finish_reason":"stop"}]}\n\n'
+            await peer.say(STREAM_HEAD + event)
+        else:
+            await peer.say(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
+
+    async with raw_server(answer) as server:
+        report = await measure(f"http://127.0.0.1:{server.port}")
+    assert report.client["prompt_lengths_by"] == "guessed: one token a word"
+    assert seen[-4:] == [64] * 4
+    for note in ("sends no usage", "tells no token counts"):
+        assert any(note in one for one in report.notes)
+    assert any("names no model" in note for note in report.server.notes)
 
 
 async def test_what_can_not_be_measured_is_told_with_the_remedy_before_the_load() -> None:
@@ -261,9 +314,10 @@ async def test_a_stream_without_end_is_cut(piece: bytes, timeout: float, reason:
 @pytest.mark.slow
 async def test_what_is_measured_is_what_the_server_did() -> None:
     """Beside the server's own clock, so that a slow machine makes both of them slow."""
-    with emulated_node(slots=4, prefill_tps=128, decode_tps=20) as url:
+    speeds = ("--slots", "4", "--prefill-tps", "128", "--decode-tps", "20")
+    with emulator_process(*speeds, "--answer-tokens", "1000000") as node:
         loads = parse_loads(Loop.CLOSED, "4", 8, None)
-        session = BenchSession(plan(url, loads, pattern=RequestPattern(256, 60)))
+        session = BenchSession(plan(node.url, loads, pattern=RequestPattern(256, 60)))
         await session.run()
     (run,) = session.runs
     assert [one.error for one in run.results] == [None] * 8

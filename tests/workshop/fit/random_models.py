@@ -16,6 +16,7 @@ import gguf
 import numpy as np
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
+from gguf.quants import quantize
 
 PIECE_BYTES = 1 << 22
 TRAINED_CONTEXT = 32_768
@@ -23,10 +24,6 @@ SEED = 7
 SCALES = {  # where a block's 16-bit scales stand, in bytes
     Type.Q8_0: (0,),
     Type.Q4_0: (0,),
-    Type.Q4_1: (0, 2),
-    Type.Q5_0: (0,),
-    Type.Q5_1: (0, 2),
-    Type.IQ4_NL: (0,),
     Type.Q2_K: (80, 82),
     Type.Q3_K: (108,),
     Type.Q4_K: (0, 2),
@@ -47,8 +44,9 @@ class Recipe:
     feed_forward: int
     vocabulary: int = 2048
     weights: Type = Type.F16
+    mixed: bool = False  # the weights are of the types that llama.cpp's Q4_K_M chooses
     output: Type | None = None  # None: as the weights
-    architecture: str = "llama"  # llama, gemma3, lfm2 or deepseek2
+    architecture: str = "llama"  # llama, gemma3, lfm2 or qwen2
     head_size: int = 0  # 0: the width over the heads
     experts: int = 0
     experts_used: int = 0
@@ -75,7 +73,8 @@ def write(recipe: Recipe, folder: Path, *, hollow: bool = False) -> Path:
     writer.close()
     with path.open("r+b") as file:
         at = -(-file.seek(0, 2) // 32) * 32
-        pieces = {kind: _piece(kind) for kind in {kind for _, _, kind in all_tensors}}
+        kinds = set() if hollow else {kind for _, _, kind in all_tensors}
+        pieces = {kind: _piece(kind) for kind in kinds}
         for name, shape, kind in all_tensors:
             file.seek(at)
             size = tensor_bytes(shape, kind)
@@ -103,13 +102,9 @@ def tensor_bytes(shape: tuple[int, ...], kind: Type) -> int:
 
 def _piece(kind: Type) -> bytes:
     rng = np.random.default_rng(SEED)
-    if kind in {Type.F32, Type.F16}:
-        form = np.float32 if kind is Type.F32 else np.float16
-        count = PIECE_BYTES // np.dtype(form).itemsize
-        return rng.normal(0, 0.03, count).astype(form).tobytes()
-    if kind is Type.BF16:
-        values = rng.normal(0, 0.03, PIECE_BYTES // 2).astype(np.float32)
-        return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    if kind not in SCALES:
+        values = rng.normal(0, 0.03, PIECE_BYTES // 4).astype(np.float32)
+        return quantize(values, kind).tobytes()
     size = GGML_QUANT_SIZES[kind][1]
     blocks = rng.integers(0, 256, (PIECE_BYTES // size, size), dtype=np.uint8)
     scale = np.frombuffer(np.float16(0.0004).tobytes(), dtype=np.uint8)
@@ -156,7 +151,9 @@ def _attends(recipe: Recipe, layer: int) -> bool:
 
 
 def tensors(recipe: Recipe) -> Iterator[tuple[str, tuple[int, ...], Type]]:
-    width, hidden, kind = recipe.width, recipe.feed_forward, recipe.weights
+    """The name, the shape and the type of each tensor."""
+    width, hidden = recipe.width, recipe.feed_forward
+    kind = _q4_k_m(recipe, "token_embd", 0) if recipe.mixed else recipe.weights
     queries, keys = recipe.heads * recipe.key_length, recipe.kv_heads * recipe.key_length
     yield "token_embd.weight", (recipe.vocabulary, width), kind
     for layer in range(recipe.layers):
@@ -174,6 +171,8 @@ def tensors(recipe: Recipe) -> Iterator[tuple[str, tuple[int, ...], Type]]:
                 "attn_v": (keys, width),
                 "attn_output": (width, queries),
             }
+            if recipe.architecture == "qwen2":
+                rows |= {"attn_q.bias": (queries,), "attn_k.bias": (keys,), "attn_v.bias": (keys,)}
             if recipe.architecture in {"gemma3", "lfm2"}:
                 rows |= {"attn_q_norm": (recipe.key_length,), "attn_k_norm": (recipe.key_length,)}
         if recipe.architecture == "gemma3":
@@ -192,9 +191,23 @@ def tensors(recipe: Recipe) -> Iterator[tuple[str, tuple[int, ...], Type]]:
                 "ffn_down": (width, hidden),
             }
         for name, shape in rows.items():
-            small = name.endswith("norm") or name in {"ffn_gate_inp", "shortconv.conv"}
-            yield f"blk.{layer}.{name}.weight", shape, Type.F32 if small else kind
+            whole = name if name.endswith(".bias") else f"{name}.weight"
+            small = name.endswith(("norm", ".bias")) or name in {"ffn_gate_inp", "shortconv.conv"}
+            better = _q4_k_m(recipe, name, layer) if recipe.mixed else kind
+            yield f"blk.{layer}.{whole}", shape, Type.F32 if small else better
     last = "token_embd_norm" if recipe.architecture == "lfm2" else "output_norm"
     yield f"{last}.weight", (width,), Type.F32
-    if recipe.architecture == "llama":
-        yield "output.weight", (recipe.vocabulary, width), recipe.output or kind
+    if recipe.architecture in {"llama", "qwen2"}:
+        better = _q4_k_m(recipe, "output", 0) if recipe.mixed else recipe.output or kind
+        yield "output.weight", (recipe.vocabulary, width), better
+
+
+def _q4_k_m(recipe: Recipe, name: str, layer: int) -> Type:
+    """The type of a matrix of a published file."""
+    normal, better = (Type.Q4_K, Type.Q6_K) if recipe.width % 256 == 0 else (Type.Q5_0, Type.Q8_0)
+    # An eighth of the layers at either end, and every third between them.
+    layers, eighth = recipe.layers, recipe.layers // 8
+    fine = layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+    if name == "ffn_down":
+        return Type.Q6_K if fine else Type.Q4_K
+    return better if name == "output" or (name == "attn_v" and fine) else normal

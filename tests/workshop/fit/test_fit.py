@@ -28,6 +28,8 @@ from tests.known import known
 from tests.local.machine import make_machine
 from tests.local.small_models import MODELS, Published, types, weights, write_hollow
 from tests.workshop.fit.choosing import LLAMA_8B, MISTRAL_7B, MIXTRAL, rows
+from tests.workshop.fit.measure import model_memory, process_memory
+from tests.workshop.fit.random_models import Recipe, write
 
 MODEL = ModelFile(Path("m.gguf"), "m", 16 * GIB, 32_768, LLAMA_8B)
 SETTINGS = ServerSettings(2, 4096)
@@ -97,14 +99,14 @@ def test_sizes_are_those_of_published_files(name: str) -> None:
         assert found[quantization] == pytest.approx(size, rel=0.01), quantization
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.file)
 def test_the_types_of_a_published_file_are_told_from_its_own_tensors(
     model: Published, tmp_path: Path
 ) -> None:
     shape = read_model(write_hollow(model, tmp_path)).shape
     found = quantizations(known(shape))["Q4_K_M"]
     assert found.size == pytest.approx(weights(model), rel=0.02)
-    if model.width % 256 == 0:
+    if model.recipe.width % 256 == 0:
         assert Counter(Type(tensor.kind) for tensor in found.tensors) == types(model)
 
 
@@ -167,3 +169,21 @@ def test_the_page_has_the_figures_that_fit_computes() -> None:
     page = PAGE.read_text().splitlines()
     missing = [row for row in rows() if row not in page]
     assert not missing, "python -m tests.workshop.fit.choosing prints the table"
+
+
+CASES = (
+    (Recipe("f16", 6, 768, 12, 12, 2048, vocabulary=8192), 1, "f32"),
+    (Recipe("q4_0", 8, 1024, 16, 4, 4096, vocabulary=8192, weights=Type.Q4_0), 1, "f16"),
+    (Recipe("moe", 4, 512, 8, 8, 512, experts=16, experts_used=2), 4, "q8_0"),
+)
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.wheel_only("the formulas are those of its build")
+def test_a_full_server_takes_the_memory_that_is_told(tmp_path: Path) -> None:
+    process = process_memory(tmp_path)
+    for recipe, slots, kv_type in CASES:
+        path = write(recipe, tmp_path)
+        told, measured = model_memory(path, process, slots, 512, (kv_type, kv_type))
+        assert told == pytest.approx(measured, rel=0.1), recipe.name

@@ -15,10 +15,9 @@ from gateway.workshop.plan.running_fleet import (
     traffic_of,
     what_if,
 )
-from gateway.workshop.plan.search import FleetPart, Goal, PlanQuestion, TimeLimit, Workload
+from gateway.workshop.plan.search import Goal, PlanQuestion, TimeLimit, Workload
 from tests.each_case import each_case
 from tests.known import known
-from tests.workshop.plan.build import a_type
 
 
 def node(name: str, **fields: Any) -> dict[str, Any]:
@@ -184,7 +183,7 @@ def test_a_model_is_served_by_its_own_nodes() -> None:
 
 
 def test_one_more_and_one_less_and_the_goal_moved() -> None:
-    fleet = MeasuredFleet((FleetPart(a_type("a", slots=2), 2),), ())
+    fleet = measured_fleet([node("a"), node("b")])
     workload = Workload(600, 100, 100)
     question = PlanQuestion(workload, Goal(completion_p95=40.0), (), requests=1500)
     answered = what_if(question, fleet, traffic_of(workload, fleet), TimeLimit(120.0))

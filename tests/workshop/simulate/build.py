@@ -17,36 +17,17 @@ from gateway.workshop.simulate.simulation import (
 )
 
 
-def machine(slots: int = 2, name: str = "node", /, **changes: float) -> SimulatedMachine:
+def machine(slots: int = 2) -> SimulatedMachine:
     """A machine of 1,000 prompt and 10 output tokens/s; a neighbour adds a tenth to a step."""
-    known: dict[str, float] = {"prefill": 1000.0, "decode": 10.0, "batch_cost": 0.1, **changes}
-    return SimulatedMachine(
-        name,
-        slots,
-        known["prefill"],
-        known["decode"],
-        known["batch_cost"],
-        int(known.get("batch", 512)),
-        int(known.get("cache_tokens", 65_536)),
-    )
+    return SimulatedMachine("node", slots, 1000.0, 10.0, 0.1)
 
 
 def job(
-    time: float = 0.0,
-    prompt: int = 100,
-    output: int = 10,
-    *,
-    stream: int = 0,
-    head: int = 0,
-    shared: int = 0,
-    label: str = "normal",
-    caller: str = "",
-    pause: float = 0.0,
-) -> Job:
+    time: float = 0.0, prompt: int = 100, output: int = 10, *, stream: int = 0, head: int = 0,
+    shared: int = 0, label: str = "normal", pause: float = 0.0,
+) -> Job:  # fmt: skip
     """A request; without `stream` its text is its own."""
-    made = Job(
-        0, time, TracePrompt(stream, prompt, head, shared), output, 4096, label, caller, pause
-    )
+    made = Job(0, time, TracePrompt(stream, prompt, head, shared), output, 4096, label, pause=pause)
     if not stream:
         made.prompt = made.prompt._replace(stream=-id(made))
     return made

@@ -2,21 +2,22 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from statistics import fmean
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.schedule.core.selection import POLICIES
 from gateway.workshop.simulate.comparison import (
-    OTHER_PROXIES,
     ElasticFigures,
     build_front,
     compare,
     compare_elastic,
+    compare_model_placements,
     known_policies,
     lower_bound,
 )
+from gateway.workshop.simulate.fleets import from_text, models_from_text
 from gateway.workshop.simulate.report import summarise
 from gateway.workshop.simulate.simulation import (
     NO_REQUESTS,
@@ -24,25 +25,13 @@ from gateway.workshop.simulate.simulation import (
     SimulatedMachine,
     Traffic,
     generate,
+    parse_figures,
 )
 from tests.workshop.simulate.build import job, machine, play, trace
 
 FLEET = [SimulatedMachine(f"fast{i}", 2, 600.0, 40.0) for i in range(4)] + [
     SimulatedMachine(f"slow{i}", 2, 250.0, 16.0) for i in range(2)
 ]
-
-
-def test_every_policy_and_both_other_proxies_can_be_compared() -> None:
-    assert set(known_policies()) == {*POLICIES, *OTHER_PROXIES}
-    reports = compare(generate(Traffic(requests=150, rate=1.0), 1), FLEET, known_policies())
-    assert [report.policy for report in reports] == list(known_policies())
-    for report in reports:
-        assert report.requests == 150
-        assert 0 < report.bound <= report.completion.mean
-        assert 0 < report.utilisation < 1
-        assert 0 < report.cached_share < 1
-        assert report.ttft.p50 <= report.ttft.p95 <= report.ttft.p99
-        assert report.wait.mean + report.service == pytest.approx(report.completion.mean)
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -52,14 +41,6 @@ def test_least_finish_is_well_ahead_of_counting_connections(exact: bool) -> None
     assert ours.completion.mean < 0.85 * nginx.completion.mean
     assert ours.ttft.p95 < 0.85 * nginx.ttft.p95
     assert ours.cached_share > nginx.cached_share
-
-
-def test_urgent_requests_go_before_batch() -> None:
-    jobs = [job(time=i * 0.01, label="batch", output=50) for i in range(40)]
-    jobs += [job(time=1.0 + i * 0.01, label="urgent", output=50) for i in range(5)]
-    play(jobs, [machine(2)], partial(build_front, "least_finish"))
-    last = max(one.began for one in jobs if one.priority_label == "urgent")
-    assert sum(one.began > last for one in jobs if one.priority_label == "batch") > 20
 
 
 RULES = ElasticFigures(start_above=2, start_after=1, stop_after=60, cooldown=10, startup=20)
@@ -127,3 +108,29 @@ def test_no_policy_is_better_than_the_bound(
     played = generate(Traffic(requests=120, rate=rate, turns=turns, question=60.0), seed)
     fleet = play(played.jobs, machines, partial(build_front, policy, exact=True))
     assert lower_bound(fleet) <= mean(fleet) * (1 + 1e-9)
+
+
+ROUTERS = from_text(",".join(f"1x2@40:600/{memory}GiB" for memory in (16, 24, 32, 48, 64)))
+MODELS = models_from_text("12x2GiB:30GiB")
+TRAFFIC = "rate=0.8,requests=2500,system=400,answer=100,burst=2,every=600,lasting=120,moves={}"
+# Mean completion of seeds 1 to 5 with the best of 1,000 placements by hand, seconds, as in
+# docs/simulation.md. A greedy placement is played too, in case that is better by now.
+BY_HAND = {0: (4.73, 5.23, 10.26, 6.08, 6.00), 900: (5.52, 6.64, 17.81, 9.96, 5.80)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("moves", "most"), [(0, 1.1), (900, 1.0)])
+def test_the_gateway_halves_each_routers_own_and_comes_near_or_beats_the_best_by_hand(
+    moves: int, most: float
+) -> None:
+    ours, own, by_hand = [], [], []
+    for seed, best in enumerate(BY_HAND[moves], 1):
+        traffic = parse_figures(TRAFFIC.format(moves), Traffic)
+        trace = generate(traffic, seed, [model.name for model in MODELS])
+        found = compare_model_placements(trace, ROUTERS, MODELS, 0, seed=seed)
+        means = {one.policy: one.completion.mean for one in found}
+        ours.append(means["gateway"])
+        own.append(means["each router's own"])
+        by_hand.append(min(best, means["by hand"]))
+    assert fmean(ours) <= 0.5 * fmean(own)
+    assert fmean(ours) <= most * fmean(by_hand)

@@ -1,15 +1,18 @@
 """The model compared with the pinned llama.cpp server, in what does not depend on speed.
 
 Slots, cached tokens, and steps: which tokens of a prompt are read in one, who writes in it, and
-how many a request takes. What a step costs in time is compared by `timing.py`, on demand.
+how many a request takes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 import httpx
 import pytest
@@ -22,10 +25,10 @@ from gateway.workshop.simulate.simulation import (
 )
 from tests.servers import start_demo_servers
 from tests.workshop.simulate.build import job, play
-from tests.workshop.simulate.real import BATCH, ask, computed, words
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
 
+BATCH = 512  # what `gateway/local/embedded.py` starts servers with
 KV_BYTES = 2062  # of the small demo model's tokens in host memory, as the server's log shows
 ENDLESS = 15_000  # tokens of an answer that is cancelled once the others have theirs
 
@@ -36,6 +39,62 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
     limits = httpx.Limits(max_keepalive_connections=0)
     async with httpx.AsyncClient(timeout=300, limits=limits, trust_env=False) as made:
         yield made
+
+
+@dataclass
+class Answer:
+    """The result of one request."""
+
+    slot: int = 0
+    cached: int = 0
+    ids: list[int] = field(default_factory=list)
+    read: int = 0
+    progress: list[int] = field(default_factory=list)
+    """Prompt tokens that the slot had, at first and after each prefill step."""
+
+    @property
+    def pieces(self) -> list[int]:
+        """Tokens of the prompt that each step read."""
+        return [after - before for before, after in pairwise(self.progress)]
+
+    @property
+    def steps(self) -> int:
+        """Steps of the server: the last one of the prefill gives the first token."""
+        return len(self.pieces) + len(self.ids) - 1
+
+
+async def ask(client: httpx.AsyncClient, url: str, prompt: list[int], output: int) -> Answer:
+    """Send one request and read it to its end."""
+    body = {"prompt": prompt, "n_predict": output, "ignore_eos": True, "temperature": 0}
+    body |= {"stream": True, "return_tokens": True, "return_progress": True}
+    answer = Answer()
+    async with client.stream("POST", f"{url}/completion", json=body) as reply:
+        async for line in reply.aiter_lines():
+            if not line.startswith("data: "):
+                continue
+            event = json.loads(line[6:])
+            if progress := event.get("prompt_progress"):
+                answer.progress.append(progress["processed"])
+                continue
+            answer.ids += event["tokens"]
+            if event["stop"]:
+                answer.slot, timings = event["id_slot"], event["timings"]
+                answer.cached, answer.read = timings["cache_n"], timings["prompt_n"]
+                return answer
+    raise AssertionError("the stream has no end")
+
+
+def words(rng: random.Random, count: int) -> list[int]:
+    """Tokens of the demo model's vocabulary, without control tokens."""
+    return [rng.randrange(300, 900) for _ in range(count)]
+
+
+async def computed(client: httpx.AsyncClient, url: str) -> tuple[int, int]:
+    """Steps that the server has computed so far, and the sum of the slots busy in each."""
+    lines = (await client.get(f"{url}/metrics")).text.splitlines()
+    reported = dict(line.split() for line in lines if not line.startswith("#"))
+    steps = int(float(reported["llamacpp:n_decode_total"]))
+    return steps, round(steps * float(reported["llamacpp:n_busy_slots_per_decode"]))
 
 
 def by_first_use(rows: list[tuple[int, int, int]]) -> list[tuple[int, ...]]:
@@ -128,5 +187,5 @@ async def test_only_the_uncached_rest_is_read_as_on_a_real_server(
     read = [round(one.first - one.arrived) for one in jobs]
     assert read == [2000, 21]
     assert [one.cached for one in jobs] == [cold.cached, warm.cached] == [0, 2001]
-    assert [one.timings["prompt_n"] for one in (cold, warm)] == read
+    assert [one.read for one in (cold, warm)] == read
     assert [sum(one.pieces) for one in (cold, warm)] == read

@@ -8,7 +8,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.local.energy import open_meter
 from gateway.local.plan import LocalFleetPlan, plan_local_fleet
 from gateway.local.topology import read_topology
 from gateway.workshop.tune.benchmark import (
@@ -30,7 +29,6 @@ from gateway.workshop.tune.search import (
 )
 from tests.known import known
 from tests.local.machine import make_machine, write
-from tests.local.powercap import PowercapTree
 from tests.servers import demo_servers, server_path
 
 REQUEST = BenchmarkRequest(prompt=400, answer=24)
@@ -41,34 +39,6 @@ CONTEXT = 2048
 def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalFleetPlan:
     monkeypatch.setenv("PATH", server_path())
     return plan_local_fleet(cache=tmp_path)
-
-
-@pytest.mark.real
-@pytest.mark.slow
-async def test_servers_are_started_with_the_setting_measured_and_ended(
-    plan: LocalFleetPlan, tmp_path: Path
-) -> None:
-    machine = MachineBenchmark(plan, REQUEST, context=CONTEXT)
-    # One thread: two of them wait for each other while other tests use the CPUs.
-    start = rule_of_thumb(read_topology()).with_knob("threads", 1)
-    two, other_work = await machine.measure(start, 200)
-    assert other_work is not None
-    assert two.decode_joules is None
-    tree = PowercapTree(tmp_path)
-    tree.add("intel-rapl:0", "package-0", 0)
-    with tree.drawing("intel-rapl:0", 50.0):
-        meter = open_meter(tree.root)
-        metered = MachineBenchmark(plan, REQUEST, context=CONTEXT, meter=meter)
-        one, _ = await metered.measure(start.with_knob("slots", 1), 200)
-    # The demo model's tokens take less time than a step of the counter, so not more than this.
-    assert one.decode_joules is not None
-    assert one.prefill_joules is not None
-    assert (meter.joules() or 0.0) > 0
-    assert two.stall is not None
-    assert one.stall is None
-    for measured in (one, two):
-        assert measured.prefill > 0
-        assert (measured.memory or 0) > 3 << 20
 
 
 @pytest.mark.real
@@ -129,10 +99,6 @@ def test_work_is_time_that_cpus_were_not_idle_but_for_our_own(tmp_path: Path) ->
     assert other_work_between(before, after)[0] == pytest.approx(100 / 55)
 
 
-SMALL_REQUEST = BenchmarkRequest(prompt=400, answer=24)
-SLOT_CONTEXT = 2048
-
-
 def stream(*steps: tuple[float, int], speed: float = 1000.0) -> list[StreamSample]:
     return [StreamSample(at, tokens, speed) for at, tokens in steps]
 
@@ -158,7 +124,7 @@ async def benchmark(
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
         return await ServerBenchmark(
-            "http://node", client, SMALL_REQUEST, slots=slots, context=SLOT_CONTEXT,
+            "http://node", client, REQUEST, slots=slots, context=CONTEXT,
             read_joules=read_joules, servers=servers,
         ).run()  # fmt: skip
 
@@ -220,17 +186,17 @@ async def test_each_server_takes_its_share_of_the_machines_energy() -> None:
 async def test_a_server_is_measured_with_whole_prompts_and_left_idle() -> None:
     # A connection for each request: the server closes those that were idle for 5 s.
     limits = httpx.Limits(max_keepalive_connections=0)
-    with demo_servers(1, slots=2, context=SLOT_CONTEXT) as (url,):
+    with demo_servers(1, slots=2, context=CONTEXT) as (url,):
         async with httpx.AsyncClient(timeout=120, trust_env=False, limits=limits) as client:
-            benchmark = ServerBenchmark(url, client, SMALL_REQUEST, slots=2, context=SLOT_CONTEXT)
+            benchmark = ServerBenchmark(url, client, REQUEST, slots=2, context=CONTEXT)
             figures = await benchmark.run()
             slots = (await client.get(f"{url}/slots")).json()
             before = await prompt_tokens(client, url)
-            await ServerBenchmark(url, client, SMALL_REQUEST, slots=1, context=SLOT_CONTEXT).run()
+            await ServerBenchmark(url, client, REQUEST, slots=1, context=CONTEXT).run()
             read = await prompt_tokens(client, url) - before
     assert min(figures.prefill, figures.decode, figures.decode_busy, known(figures.stall)) > 0
     assert not any(slot["is_processing"] for slot in slots)
-    repeats, remainder = divmod(read, SMALL_REQUEST.prompt)
+    repeats, remainder = divmod(read, REQUEST.prompt)
     assert repeats in {1, 2, 3}
     assert remainder == 32  # the warm-up's
 

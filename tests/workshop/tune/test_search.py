@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -17,9 +18,10 @@ from gateway.local.gguf import ModelFile
 from gateway.local.plan import plan_servers
 from gateway.local.topology import Topology, read_topology
 from gateway.workshop.tune.report import (
+    TuningReport,
     WriteError,
+    build_report,
     check_target,
-    draw_report,
     role_variables,
     write_result,
 )
@@ -34,7 +36,9 @@ from gateway.workshop.tune.search import (
     Search,
     SearchSpace,
     Setting,
+    SettingFailedError,
     TuningGoal,
+    TuningSession,
     combine_servers,
     median_figures,
     rule_of_thumb,
@@ -43,8 +47,8 @@ from gateway.workshop.tune.search import (
     server_spec,
 )
 from tests.each_case import each_case
-from tests.local.machine import make_machine, two_sockets_with_smt, write
-from tests.workshop.tune.fake_machine import EACH, SUBJECT, Bench, reported
+from tests.known import known
+from tests.local.machine import make_machine, two_sockets_with_smt
 
 SPACE = SearchSpace(
     threads=(8, 12, 15, 16),
@@ -115,6 +119,80 @@ def test_on_a_flat_surface_the_rule_of_thumb_stays() -> None:
         run(lambda _: 30.0, noise=0.03, seed=seed)[0].best == START for seed in range(60)
     )
     assert unchanged >= 54
+
+
+# Sessions on a machine whose figures follow a formula.
+
+
+MODEL = ModelFile(Path("/models/m.gguf"), "m", 4 << 30, 32_768)
+FIGURES = Figures(prefill=100.0, decode=10.0, decode_busy=16.0, stall=4.0, memory=None)
+REQUEST = BenchmarkRequest(prompt=1000, answer=100)
+SUBJECT: dict[str, Any] = {
+    "model": "m.gguf", "server": "embedded", "processor": "EPYC", "context": 4096,
+}  # fmt: skip
+
+
+EACH = 30.0  # seconds of a measurement
+
+
+class Bench:
+    """A machine whose figures follow a formula, with a clock that each measurement advances."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.topology = read_topology(make_machine(tmp_path / "m", two_sockets_with_smt()[:1]))
+        self.records = MeasurementLog(tmp_path / "tuning.jsonl", SUBJECT)
+        self.time = 0.0
+        self.measured: list[Setting] = []
+        self.fails: Callable[[Setting], bool] = lambda _: False
+
+    def session(self) -> TuningSession:
+        space = search_space(self.topology, context=4096, max_slots=4)
+        earlier, _ = self.records.read()
+        return TuningSession(
+            Search(space, rule_of_thumb(self.topology)), REQUEST, "balanced", earlier
+        )
+
+    async def measure(self, setting: Setting, seconds: float) -> BenchmarkResult:
+        self.measured.append(setting)
+        self.time += EACH
+        if self.fails(setting):
+            raise SettingFailedError("not enough memory")
+        figures = Figures(
+            prefill=25.0 * setting.threads,
+            decode=12.0 - abs(setting.threads - 3),
+            decode_busy=(12.0 - abs(setting.threads - 3)) * setting.slots**0.5,
+            stall=setting.batch / 100 if setting.slots > 1 else None,
+            memory=setting.slots << 30,
+        )
+        return figures, 0.0
+
+    async def run(self, session: TuningSession, minutes: float = 60.0) -> list[float | None]:
+        """Run it; the seconds that a measurement was expected to take, before each."""
+        steps: list[float | None] = []
+        await session.run(
+            self.measure,
+            seconds=minutes * 60,
+            record=self.records.append,
+            on_begin=lambda _setting, _left, each: steps.append(each),
+            clock=lambda: self.time,
+            now=lambda: 1e9 + self.time,
+        )
+        return steps
+
+    async def tuned(self, minutes: float = 60.0) -> TuningReport:
+        """The report of a new session of so many minutes at most."""
+        session = self.session()
+        await self.run(session, minutes)
+        return reported(session)
+
+
+def reported(session: TuningSession) -> TuningReport:
+    return known(build_report(session))
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
 
 
 async def test_a_search_ends_with_the_best_and_says_by_how_much(bench: Bench) -> None:
@@ -212,11 +290,6 @@ def test_a_line_that_a_kill_cut_short_costs_itself_only_and_a_new_log_keeps_the_
     assert "no memory" in records.path.with_name("t.jsonl.1").read_text()
 
 
-MODEL = ModelFile(Path("/models/m.gguf"), "m", 4 << 30, 32_768)
-FIGURES = Figures(prefill=100.0, decode=10.0, decode_busy=16.0, stall=4.0, memory=None)
-REQUEST = BenchmarkRequest(prompt=1000, answer=100)
-
-
 @pytest.fixture
 def two_sockets(tmp_path: Path) -> Topology:
     return read_topology(make_machine(tmp_path, two_sockets_with_smt()))
@@ -258,13 +331,6 @@ def test_one_thread_of_each_core_is_tried_where_cores_have_several(
     assert pinned.cpus == (0, 1, 2, 3)
     plain = read_topology(make_machine(tmp_path / "plain", [[[0], [1]]]))
     assert search_space(plain, context=4096, max_slots=8).pinning == ("free",)
-
-
-def test_efficiency_cores_are_left_out(tmp_path: Path) -> None:
-    root = make_machine(tmp_path, [[[0, 1], [2], [3]]])
-    write(root, "sys/devices/cpu_core/cpus", "0-1\n")
-    write(root, "sys/devices/cpu_atom/cpus", "2-3\n")
-    assert rule_of_thumb(read_topology(root)) == Setting(1, 512, 256, 2, "node")
 
 
 @each_case(
@@ -353,9 +419,3 @@ def test_other_variables_are_neither_overwritten_nor_hidden(tmp_path: Path) -> N
     for name in ("tuned.txt", "missing/tuned.yml"):
         with pytest.raises(WriteError):
             check_target(tmp_path / name)
-
-
-@pytest.mark.slow
-async def test_a_search_that_was_stopped_can_be_drawn(bench: Bench, tmp_path: Path) -> None:
-    draw_report(tmp_path / "tuned.svg", await bench.tuned(minutes=2), "title")
-    assert b"<svg" in (tmp_path / "tuned.svg").read_bytes()
