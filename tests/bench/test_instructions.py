@@ -44,17 +44,3 @@ asyncio.run(main([]))
 def test_nothing_looks_into_the_store_by_the_clock_while_requests_are_counted() -> None:
     command = [sys.executable, "-c", instructions.STOP_CLOCKS + PASSES]
     assert subprocess.check_output(command, text=True, timeout=60) == "1\n"
-
-
-def test_work_by_the_clock_is_shared_out_over_the_requests_of_a_second() -> None:
-    embedding = instructions.SCENARIOS[0].name
-    rows = [
-        [{embedding: 1000, instructions.IDLE: 0}, {embedding: 1100, instructions.IDLE: 50}],
-        [{embedding: 1200, instructions.IDLE: 10_000}],
-    ]
-    assert list(instructions.report(rows)) == [
-        "plain embeddings: 1,000 to 1,100 (1.000 x), 1,200 to 1,200 (1.200 x)",
-        "a second of an idle gateway: 0 to 50, 10,000 to 10,000",
-        "With their share of the work by the clock, at 100 requests a second:",
-        "plain embeddings: 1,000 (1.000 x), 1,300 (1.300 x)",
-    ]

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import astuple
 
 from gateway.schedule.candidates import HOPE_AWAITED, HOPE_UNKNOWN
-from gateway.schedule.core.dispatcher import MOST_DECLINES, DispatchRules
+from gateway.schedule.core.dispatcher import MOST_COMPARED, MOST_DECLINES, DispatchRules
 from gateway.schedule.core.requests import EXPLORING_REQUESTS, MOST_COMPARED_ROWS, spread_reserve
 from gateway.schedule.core.selection import (
     CostColumns,
@@ -157,6 +157,33 @@ def test_a_slot_that_many_declined_is_given_out() -> None:
     for _ in range(3 * MOST_DECLINES):
         sim.arrive(prompt_tokens=5000.0, cached={0: 4900.0}, completion_tokens=1.0)
     assert len(sim.finish(last, 0.5)) == 1
+
+
+@pytest.mark.parametrize("waiting", [100, 400])
+def test_comparisons_for_one_placement_are_bounded_however_many_wait(waiting: int) -> None:
+    rng, sim = random.Random(0), QueueSimulation((2,) * 100)
+
+    def arrive(now: float) -> None:
+        """A caller's request, whose system prompt some nodes have cached, and one all of it."""
+        cached = dict.fromkeys(rng.sample(range(100), 20), 1500.0)
+        cached[rng.randrange(100)] = conversation = 1500.0 + rng.expovariate(1 / 800)
+        tokens = {"prompt_tokens": conversation + 100, "completion_tokens": rng.uniform(1, 400)}
+        sim.arrive(now, fairness_key=f"{rng.randrange(50)}", cached=cached, **tokens)
+
+    for row in sim.rows:
+        speed = 600.0 if row.index % 3 else 250.0
+        row.set_speed(speed, 15 / speed, 0.1 / 40)
+    sim.fill()
+    while sim.dispatcher.waiting < waiting:
+        arrive(0.0)
+    before = sim.dispatcher._matcher.evaluations
+    for _ in range(100):
+        first = min(sim.running, key=lambda one: one.ends)
+        sim.finish(first, first.ends)
+        arrive(first.ends)
+    assert sim.dispatcher.waiting >= waiting - 1
+    evaluations = sim.dispatcher._matcher.evaluations - before
+    assert 0 < evaluations <= 100 * (2 * MOST_COMPARED + MOST_DECLINES)
 
 
 def test_many_answers_of_a_crowded_row_that_end_at_once_take_little_work() -> None:

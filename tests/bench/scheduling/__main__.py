@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -18,10 +17,10 @@ from rich.console import Console
 
 from tests.bench import machine
 from tests.bench.machine import one_of, positive
-from tests.bench.report import write_between_markers
+from tests.bench.report import finish
 from tests.bench.scheduling import report, virtual
-from tests.bench.scheduling.fronts import FRONTS, USUAL
-from tests.bench.scheduling.report import LOADS, Outcome, Results
+from tests.bench.scheduling.fronts import FRONTS, PEERS, USUAL
+from tests.bench.scheduling.report import LOADS
 from tests.bench.scheduling.rounds import WARM_UP, Plan, Rounds
 from tests.bench.scheduling.trace import Shape
 from tests.bench.targets import TargetError
@@ -35,36 +34,37 @@ def main(words: Sequence[str]) -> int:
     options = _parse(words)
     progress = Console(stderr=True, highlight=False, soft_wrap=True)
     targets = {name: front.target for name, front in FRONTS.items()}
-    if options.virtual:
-        fronts: Sequence[str] = options.only or virtual.USUAL
-    else:
-        fronts = machine.installed(targets, options.only, USUAL, progress)
+    usual = virtual.USUAL if options.virtual else USUAL
+    fronts: Sequence[str] = options.only or usual
+    if not options.virtual:
+        fronts = machine.installed(targets, options.only, usual, progress)
     cores = machine.two_cores(progress)
     if not fronts or not cores:
         return 2
     folder = Path(tempfile.mkdtemp(prefix="llama-gateway-bench-"))
     command = shlex.join(["python", "-m", "tests.bench.scheduling", *words])
-    programs = {targets[name].name for name in fronts if name in targets}
-    facts = machine.facts(sorted(programs), progress)
+    facts = machine.facts(sorted({targets[one].name for one in fronts if one in targets}), progress)
     plan = _plan(options, folder)
+    facts |= {
+        "seeds": str(plan.seeds),
+        "scale": f"{plan.scale:g} seconds of the fleet's time in one of the clock's",
+    }
     try:
         if options.virtual:
-            outcome = virtual.measure(plan, fronts, progress, facts)
-        else:
-            outcome = _emulated(plan, fronts, progress, cores, facts)
+            played = virtual.measure(plan, fronts, progress)
+        else:  # on emulated nodes, with this process on the second core
+            rounds = Rounds(plan, [FRONTS[name] for name in fronts], cores[0], progress)
+            played = machine.run_beside(rounds.play(), cores)
     except TargetError as error:
         progress.print(str(error), style="red")
         return 1
-    sys.stdout.write(outcome.tables)
-    if options.json:
-        options.json.write_text(outcome.as_json(command))
-    if outcome.failed:
-        progress.print(f"requests failed; logs and configurations: {folder}", style="red")
-        return 1
-    if options.markdown:
-        write_between_markers(options.markdown, outcome.page(command), outcome.marks)
-    shutil.rmtree(folder)
-    return 0
+    results = report.pooled(played)
+    titles = {one: FRONTS[one].title if one in FRONTS else virtual.TITLE for one in fronts}
+    peers, digits = (fronts[-1:], 3) if options.virtual else (PEERS, 2)
+    tables = report.tables(results, titles, peers, digits=digits)
+    marks = virtual.MARKS if options.virtual else report.MARKS
+    setting = {"command": command, "machine": facts}
+    return finish(options, results, report.goals(results), tables, folder, setting, marks)
 
 
 def _plan(options: argparse.Namespace, folder: Path) -> Plan:
@@ -78,25 +78,6 @@ def _plan(options: argparse.Namespace, folder: Path) -> Plan:
         shape=QUICK if quick else Shape(),
         warm_up=QUICK if quick else WARM_UP,
     )
-
-
-def _emulated(
-    plan: Plan,
-    fronts: Sequence[str],
-    progress: Console,
-    cores: Sequence[int],
-    facts: dict[str, str],
-) -> Outcome:
-    """Play on emulated nodes, with this process on the second core."""
-    rounds = Rounds(plan, [FRONTS[name] for name in fronts], cores[0], progress)
-    results = Results(machine.run_beside(rounds.play(), cores))
-    means = (f"{load} {sum(found) / len(found):.2f}" for load, found in rounds.rates.items())
-    facts |= {
-        "seeds": str(plan.seeds),
-        "scale": f"{plan.scale:g} seconds of the fleet's time in one of the clock's",
-        "sessions a second": ", ".join(means),
-    }
-    return Outcome(results, report.tables(results), facts)
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:

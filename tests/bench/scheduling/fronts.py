@@ -8,7 +8,6 @@ closes it all the same, and what they send there meanwhile they would answer wit
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -25,14 +24,6 @@ HOST_MEMORY = 64_000
 CONTEXT = 16_384
 MODEL = "demo"
 ASKED = re.compile(r"Answer in (\d+) words\.")
-
-
-WITH_POLICY = """
-from gateway.cli import main
-from gateway.schedule.core.selection import POLICIES
-POLICIES["least_finish"] = POLICIES["{}"]
-main()
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +89,11 @@ class Front:
     make use of it."""
 
 
-def _gateway(*words: str, policy: str | None = None) -> Target:
+def _gateway(*words: str) -> Target:
     """This gateway, with these words more; all settings are the defaults."""
-
-    def command(binary: str, plan: Plan) -> list[str]:
-        served = [*gateway(binary, plan, {}), *words]
-        if policy is None:
-            return served
-        return [sys.executable, "-c", WITH_POLICY.format(policy), *served[1:]]
-
-    return replace(TARGETS["gateway"], command=command)
+    return replace(
+        TARGETS["gateway"], command=lambda binary, plan: [*gateway(binary, plan, {}), *words]
+    )
 
 
 def _nginx(binary: str, plan: Plan) -> list[str]:
@@ -121,7 +107,6 @@ def _haproxy(binary: str, plan: Plan) -> list[str]:
 
 
 _HAPROXY = replace(TARGETS["haproxy"], command=_haproxy)
-_POLICIES = ("least_loaded", "round_robin", "prefix_hash")
 
 FRONTS = {
     front.name: front
@@ -131,7 +116,6 @@ FRONTS = {
         Front("nginx", "nginx least_conn", replace(TARGETS["nginx"], command=_nginx)),
         Front("haproxy", f"HAProxy leastconn, maxconn {SLOTS}", _HAPROXY),
         Front("edges", f"gateway with {EDGES} edges", _gateway("--edges", str(EDGES))),
-        *(Front(one, f"gateway, policy {one}", _gateway(policy=one)) for one in _POLICIES),
     )
 }
 OURS = ("gateway", "gateway-unknown")

@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -24,8 +24,8 @@ from rich.console import Console
 from tests.bench.machine import cpu_seconds, waited_seconds
 from tests.bench.scheduling.fronts import FLEET, Front, nodes
 from tests.bench.scheduling.play import Player
-from tests.bench.scheduling.report import LOADS, MEAN, Played
-from tests.bench.scheduling.trace import Shape, Trace, bounds, make, session_rate
+from tests.bench.scheduling.report import LOADS, Played, mean
+from tests.bench.scheduling.trace import Shape, Trace, make, session_rate
 from tests.bench.targets import Running, running
 
 WARM_UP = Shape(sessions=18, turns=2)
@@ -43,11 +43,11 @@ class Plan:
     shape: Shape
     warm_up: Shape
 
-    def traces(self, load: str, seed: int) -> tuple[Trace, Trace, float]:
-        """The warm-up, the measured trace, and its sessions per second."""
+    def traces(self, load: str, seed: int) -> tuple[Trace, Trace]:
+        """The warm-up and the measured trace."""
         full = session_rate(make(f"{seed}", 1.0, self.shape), FLEET)
-        rate = full * LOADS[load]
-        return make(f"warm-up {seed}", full, self.warm_up), make(f"{seed}", rate, self.shape), rate
+        trace = make(f"{seed}", full * LOADS[load], self.shape)
+        return make(f"warm-up {seed}", full, self.warm_up), trace
 
 
 @dataclass(slots=True)
@@ -58,8 +58,6 @@ class Rounds:
     fronts: Sequence[Front]
     core: int
     progress: Console
-    rates: dict[str, list[float]] = field(default_factory=dict)
-    """Sessions a second of each load and seed, filled while it runs."""
 
     async def play(self) -> list[Played]:
         """Play everything; one result for each load, seed and front."""
@@ -74,8 +72,7 @@ class Rounds:
 
     async def _group(self, fronts: Sequence[Front], load: str, seed: int) -> list[Played]:
         began, plan = time.monotonic(), self.plan
-        warm_up, trace, rate = plan.traces(load, seed)
-        self.rates.setdefault(load, []).append(rate)
+        warm_up, trace = plan.traces(load, seed)
         async with AsyncExitStack() as stack:
             runs = [await self._started(stack, front, load, seed) for front in fronts]
             pairs = zip(runs, fronts, strict=True)
@@ -93,7 +90,6 @@ class Rounds:
                     load=load,
                     seed=seed,
                     records=found,
-                    bounds=bounds(trace, found),
                     front_busy=(cpu_seconds(run.pid) - before) / wall if run.pid else 0.0,
                     load_busy=(time.process_time() - load_cpu) / wall,
                     disturbed=(waited_seconds(os.getpid()) - waited) / wall / (len(runs) + 1),
@@ -113,8 +109,8 @@ class Rounds:
 
 def tell(progress: Console, played: Sequence[Played], began: float) -> None:
     """Print the mean completion of each front that has played a trace."""
-    means = ", ".join(f"{one.front} {MEAN.of([one.records]):.2f}" for one in played)
-    failed = sum(len(one.problems) for one in played)
+    means = ", ".join(f"{one.front} {mean(one.records):.2f}" for one in played)
+    failed = sum(bool(record.problem) for one in played for record in one.records)
     problems = f", {failed} requests FAILED" if failed else ""
     where, took = f"seed {played[0].seed}, {played[0].load}", time.monotonic() - began
     progress.print(f"{where}: mean completion {means}{problems}  [{took:.0f} s]")

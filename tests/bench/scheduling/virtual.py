@@ -21,9 +21,8 @@ from rich.console import Console
 from tests.bench.load import Address
 from tests.bench.scheduling.fronts import EDGES, FRONTS, OURS, nodes
 from tests.bench.scheduling.play import Answer, Player, ask
-from tests.bench.scheduling.report import Figure, Outcome, Played, Results, failures, figures
+from tests.bench.scheduling.report import Played
 from tests.bench.scheduling.rounds import PAUSE, Plan, tell
-from tests.bench.scheduling.trace import bounds
 from tests.edges.edge_beside import a_brain, an_edge
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway
@@ -32,6 +31,7 @@ from tests.virtual import VirtualLoop, now
 
 MARKS = ("<!-- bench-scheduling-virtual: begin -->", "<!-- bench-scheduling-virtual: end -->")
 STAND_IN = "least_conn"
+TITLE = "`least_conn`, in this process"
 USUAL = (*OURS, STAND_IN)  # played by default; the last one is compared with
 SEEDS = 30
 
@@ -58,7 +58,8 @@ class LeastConn:
             self._busy[node] -= 1
 
 
-def measure(plan: Plan, fronts: Sequence[str], progress: Console, facts: dict[str, str]) -> Outcome:
+def measure(plan: Plan, fronts: Sequence[str], progress: Console) -> list[Played]:
+    """Play everything; one result for each load, seed and front."""
     played = []
     for seed in range(1, plan.seeds + 1):
         for load in plan.loads:
@@ -68,14 +69,11 @@ def measure(plan: Plan, fronts: Sequence[str], progress: Console, facts: dict[st
                     runs.append(runner.run(_played(plan, front, load, seed)))
             played += runs
             tell(progress, runs, began)
-    results = Results(played)
-    parts = [*(_table(results, fronts, load) for load in plan.loads), *failures(results)]
-    text = "\n\n".join(parts) + "\n"
-    return Outcome(results, text, facts | {"seeds": str(plan.seeds)}, MARKS)
+    return played
 
 
 async def _played(plan: Plan, front: str, load: str, seed: int) -> Played:
-    warm_up, trace, _ = plan.traces(load, seed)
+    warm_up, trace = plan.traces(load, seed)
     folder = plan.folder / f"{front}-{load}-{seed}"
     folder.mkdir()
     async with AsyncExitStack() as stack:
@@ -89,7 +87,7 @@ async def _played(plan: Plan, front: str, load: str, seed: int) -> Played:
         await player.play(warm_up)
         await asyncio.sleep(PAUSE / plan.scale)
         records = await player.play(trace)
-    return Played(front, load, seed, records, bounds(trace, records))
+    return Played(front, load, seed, records)
 
 
 def _spread(addresses: Sequence[Address], scale: float, *, known: bool) -> Player:
@@ -123,18 +121,3 @@ async def behind_gateway(
             bases = [(await enter(an_edge(site, brain, one))).client.base_url for one in names]
             addresses = [(url.host, url.port or 80) for url in bases]
         yield _spread(addresses, scale, known=known)
-
-
-def _table(results: Results, fronts: Sequence[str], load: str) -> str:
-    def cell(front: str, figure: Figure) -> str:
-        value = results.value(front, load, figure)
-        if value is None:
-            return "-"
-        ratio = results.ratio(front, fronts[-1], load, figure)
-        shown = f"{value:.1%}" if figure.name == "cached" else f"{value:.2f}"
-        return f"{shown} ({ratio:.3f})" if ratio and front != fronts[-1] else shown
-
-    titles = {front: FRONTS[front].title for front in fronts if front != STAND_IN}
-    if STAND_IN in fronts:
-        titles[STAND_IN] = "`least_conn`, in this process"
-    return figures(f"virtual time, load: {load}", titles, cell)
