@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import re
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import httpx
 import msgspec
 import pytest
 
+from gateway.events import PromptsKept
 from gateway.nodes import saved_prompts
 from gateway.nodes.prompt_cache import FleetPromptCache, KeptPrompt
 from gateway.nodes.router import ModelLoad, read_list
@@ -33,11 +35,13 @@ from gateway.nodes.saved_prompts import (
 )
 from tests.emulator.router import EmulatedRouter
 from tests.emulator.slot_files import SlotFile
+from tests.gateways import Running, running_gateway
 from tests.nodes.build import a_node
-from tests.nodes.saved_prompts import SavingModels, prompt, saving_models
+from tests.servers import demo_model, running_router
 from tests.virtual import in_virtual_time, now
 
 SAVED, RESTORED = [("r1/a", "saved", 2)], [("r1/a", "restored", 2)]
+MISMATCH = [("r1/a", "mismatch", 1)]
 OPTIONS: dict[str, Any] = {
     "models_max": 1,
     "slots": 2,
@@ -47,106 +51,230 @@ OPTIONS: dict[str, Any] = {
     "decode_tps": 50,
     "load_seconds": 2,
 }
+EXACT = ("--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off")
+WORDS = ("river", "stone", "light", "wheat", "garden", "winter", "letter", "bridge", "house")
+
+
+def prompt(seed: int, words: int) -> str:
+    """A prompt of so many words."""
+    return " ".join(random.Random(seed).choices(WORDS, k=words))
 
 
 @dataclass(slots=True)
 class Site:
-    """A gateway over one emulated router of the models `a` and `b`."""
+    """A gateway over a router of the models `a` and `b`, of which it holds one at a time."""
 
-    models: SavingModels
-    router: EmulatedRouter
-    files: dict[str, SlotFile]
+    running: Running
+    words: int
+    """Of a prompt. Nearly as many tokens are cached of it."""
+    router: EmulatedRouter = field(init=False)
+    """If it is an emulated one: what it does, and what was saved there."""
+    files: dict[str, SlotFile] = field(init=False)
+    _told: list[PromptsKept] = field(default_factory=list)
 
-    async def ask(self, model: str, *seeds: int) -> list[tuple[str, int]]:
-        return [await self.models.ask(model, prompt(seed, 300)) for seed in seeds]
+    @property
+    def told(self) -> list[tuple[str, str, int]]:
+        """Node, action and prompts, of each event of saved prompts since the last time."""
+        self.running.gateway.bus.flush()
+        told = [(one.node, one.action, one.prompts) for one in self._told]
+        self._told.clear()
+        return told
 
-    async def saved(self) -> list[tuple[str, int]]:
+    async def ask(self, model: str, text: str) -> tuple[str, int]:
+        """An answer, and the tokens of the prompt that were cached."""
+        messages = [{"role": "user", "content": text}]
+        body = {"model": model, "messages": messages, "max_tokens": 24, "temperature": 0}
+        reply = await self.running.client.post("/v1/chat/completions", json=body)
+        assert reply.status_code == 200, reply.text
+        answer = reply.json()
+        cached: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return answer["choices"][0]["message"]["content"], cached
+
+    async def answers(self, *seeds: int) -> list[tuple[str, int]]:
+        """Those of the model `a` to these prompts."""
+        return [await self.ask("a", prompt(seed, self.words)) for seed in seeds]
+
+    async def saved(self) -> list[str]:
         """Two answers of the model `a`, which is then unloaded for `b`."""
-        answers = await self.ask("a", 1, 2)
-        await self.models.ask("b", "Hello.")
-        return answers
+        texts = [text for text, _ in await self.answers(1, 2)]
+        await self.unload()
+        return texts
+
+    async def unload(self) -> None:
+        """Have the model `a` unloaded."""
+        await self.ask("b", "Hello.")
 
     async def cached(self, *seeds: int) -> list[bool]:
         """Whether the model `a` had these prompts cached."""
-        return [cached > 200 for _, cached in await self.ask("a", *seeds)]
+        return [cached >= self.words for _, cached in await self.answers(*seeds)]
 
-    def path(self, slot: int | None) -> str:
-        return file_name(self.models.running.gateway.fleet.nodes["r1/a"], slot)
+    async def answers_cached(self) -> list[str]:
+        """The texts of the two answers, of which all was cached."""
+        found = await self.answers(1, 2)
+        assert all(cached >= self.words for _, cached in found)
+        return [text for text, _ in found]
 
 
 @asynccontextmanager
-async def site(folder: Path, *, slot_save: bool = True, **options: Any) -> AsyncIterator[Site]:
+async def site(
+    folder: Path, url: str, words: int = 700, *, slot_save: bool = True
+) -> AsyncIterator[Site]:
+    """A gateway over the router `r1` at this address."""
+    specs = [{"name": "r1", "url": url, "host": "r1", "slot_save": slot_save}]
+    async with running_gateway(folder, specs, {"model_placement": {"hysteresis": 0}}) as running:
+        found = Site(running, words)
+        running.gateway.bus.subscribe(PromptsKept, found._told.append)
+        yield found
+    log = (folder / "gateway.log").read_text()
+    assert "Traceback" not in log, log
+
+
+@asynccontextmanager
+async def emulated(folder: Path, *, slot_save: bool = True, **options: Any) -> AsyncIterator[Site]:
+    """The same over an emulated router."""
     files: dict[str, SlotFile] = {}
     async with (
         EmulatedRouter("ab", **{"slot_files": files, **OPTIONS, **options}) as router,
-        saving_models(folder, [router.url], slot_save=slot_save) as models,
+        site(folder, router.url, 300, slot_save=slot_save) as one,
     ):
-        yield Site(models, router, files)
+        one.router, one.files = router, files
+        yield one
+
+
+def with_real_router(test: Callable[..., Any]) -> Any:
+    """Mark the test of a real router."""
+    binary = pytest.mark.binary_only("the wheel's server has no router mode")
+    return pytest.mark.real(pytest.mark.slow(binary(test)))
+
+
+@contextmanager
+def real_router(folder: Path) -> Iterator[str]:
+    """The address of a real router of the models `a` and `b`, which saves in `saved`."""
+    for name in ("models", "saved"):
+        (folder / name).mkdir()
+    for name in "ab":
+        (folder / "models" / f"{name}.gguf").write_bytes(demo_model().read_bytes())
+    saving = ("--models-max", "1", "--slot-save-path", f"{folder / 'saved'}/")
+    with running_router(folder / "models", slots=2, context=4096, extra=saving + EXACT) as router:
+        yield router.url
 
 
 @in_virtual_time
 async def test_a_model_that_is_loaded_again_has_its_prompts(tmp_path: Path) -> None:
-    async with site(tmp_path) as one:
+    async with emulated(tmp_path) as one:
         before = await one.saved()
         for _ in range(2):
-            assert one.models.told == SAVED
+            assert one.told == SAVED
             assert one.router.models["a"].state == "unloaded"
-            after = await one.ask("a", 1, 2)
-            assert one.models.told == RESTORED
-            assert [text for text, _ in after] == [text for text, _ in before]
-            assert all(cached > 200 for _, cached in after)
-            await one.models.ask("b", "Hello.")
-        assert set(one.files) == {one.path(0), one.path(1), one.path(None)}
+            assert await one.answers_cached() == before
+            assert one.told == RESTORED
+            await one.unload()
+        node = one.running.gateway.fleet.nodes["r1/a"]
+        assert set(one.files) == {file_name(node, slot) for slot in (0, 1, None)}
+
+
+@with_real_router
+async def test_a_real_router_s_model_and_the_next_gateway_have_its_prompts(tmp_path: Path) -> None:
+    with real_router(tmp_path) as url:
+        async with site(tmp_path, url) as one:
+            texts = await one.saved()
+            files = sorted((tmp_path / "saved").iterdir())
+            assert [file.name[-6:] for file in files] == ["-0.bin", "-1.bin", "ry.bin"]
+            assert await one.answers_cached() == texts
+            await one.unload()
+            assert one.told == [*SAVED, *RESTORED, *SAVED]
+        async with site(tmp_path, url) as one:
+            assert await one.answers_cached() == texts
+            assert one.told == RESTORED
 
 
 @in_virtual_time
 async def test_nothing_is_saved_that_the_settings_do_not_allow_or_that_is_not_worth_it(
     tmp_path: Path,
 ) -> None:
-    async with site(tmp_path, slot_save=False) as one:
+    async with emulated(tmp_path, slot_save=False) as one:
         await one.saved()
         assert await one.cached(1, 2) == [False, False]
-        assert (one.models.told, one.files) == ([], {})
-    async with site(tmp_path, prefill_tps=1e6) as one:
+        assert (one.told, one.files) == ([], {})
+    async with emulated(tmp_path, prefill_tps=1e6) as one:
         await one.saved()
-        assert (one.models.told, one.files) == ([], {})
+        assert (one.told, one.files) == ([], {})
 
 
 @in_virtual_time
 async def test_files_of_other_weights_are_erased_and_no_text_is_wrong(tmp_path: Path) -> None:
-    async with site(tmp_path) as one:
+    async with emulated(tmp_path) as one:
         before = await one.saved()
         for name, file in one.files.items():
             one.files[name] = file._replace(weights="others of the same shape")
-        after = await one.ask("a", 1, 2)
-        assert one.models.told == [*SAVED, ("r1/a", "mismatch", 1)]
-        assert after == before  # and nothing was cached
-        await one.models.ask("b", "Hello.")
+        after = await one.answers(1, 2)
+        assert one.told == [*SAVED, *MISMATCH]
+        assert after == [(text, 0) for text in before]
+        await one.unload()
         assert await one.cached(1, 2) == [True, True]
-        assert one.models.told == [*SAVED, *RESTORED]
+        assert one.told == [*SAVED, *RESTORED]
+
+
+@with_real_router
+async def test_no_text_of_a_real_router_is_wrong_after_its_weights_have_changed(
+    tmp_path: Path,
+) -> None:
+    with real_router(tmp_path) as url:
+        async with site(tmp_path, url) as one:
+            texts = await one.saved()
+            content = bytearray((tmp_path / "models" / "a.gguf").read_bytes())
+            # Some weights are those of others: the same shape, other numbers.
+            content[-400_000:] = content[-800_000:-400_000]
+            for name in ("a.gguf", "b.gguf"):
+                (tmp_path / "models" / name).unlink()
+                (tmp_path / "models" / name).write_bytes(content)
+            changed = await one.answers(1, 2)
+            assert one.told == [*SAVED, *MISMATCH]
+            assert [cached for _, cached in changed] == [0, 0]
+            assert [text for text, _ in changed] != texts
+            assert changed == [await one.ask("b", prompt(seed, one.words)) for seed in (1, 2)]
+
+
+@with_real_router
+@pytest.mark.parametrize("part", ["0", "canary"])
+async def test_a_file_of_a_real_router_with_a_flipped_bit_is_erased(
+    tmp_path: Path, part: str
+) -> None:
+    with real_router(tmp_path) as url:
+        async with site(tmp_path, url) as one:
+            texts = await one.saved()
+            [file] = (tmp_path / "saved").glob(f"*-{part}.bin")
+            content = bytearray(file.read_bytes())
+            content[len(content) // 2] ^= 0x40
+            file.write_bytes(content)
+            found = await one.answers(2, 1)
+            assert [text for text, _ in found] == texts[::-1]
+            one_left = [("r1/a", "restored", 1)] if part == "0" else []
+            assert one.told == [*SAVED, *MISMATCH, *one_left]
+            assert [cached >= one.words for _, cached in found] == [part == "0", False]
 
 
 @in_virtual_time
 async def test_a_server_that_does_not_answer_is_waited_for_within_limits(tmp_path: Path) -> None:
-    async with site(tmp_path) as one:
-        await one.ask("a", 1, 2)
+    async with emulated(tmp_path) as one:
+        await one.answers(1, 2)
         server, began = one.router.models["a"].node, now()
         server.faults.set("hang", path="/slots/0")
-        await one.models.ask("b", "Hello.")
-        assert one.models.told == [("r1/a", "failed", 1)]
+        await one.unload()
+        assert one.told == [("r1/a", "failed", 1)]
         assert MOST_SAVE <= now() - began < MOST_SAVE + 4
         # The next unloads do not wait for it; later it is tried again.
         await one.saved()
-        assert one.models.told == []
+        assert one.told == []
         server.faults.clear()
         await asyncio.sleep(PAUSE)
         await one.saved()
-        assert one.models.told == SAVED
+        assert one.told == SAVED
         # A slot that may hold anything and can't be emptied: it is loaded once more.
         server.faults.set("hang", path="/slots/0")
         began, loads = now(), one.router.models["a"].loads
         assert await one.cached(1) == [False]
-        assert one.models.told == [("r1/a", "failed", 1)]
+        assert one.told == [("r1/a", "failed", 1)]
         assert one.router.models["a"].loads == loads + 2
         assert now() - began < 2 * MOST_RESTORE + 30  # of which the router's kill takes 10
 
@@ -155,19 +283,19 @@ async def test_a_server_that_does_not_answer_is_waited_for_within_limits(tmp_pat
 async def test_nothing_is_restored_into_a_model_that_others_have_loaded_and_use(
     tmp_path: Path,
 ) -> None:
-    async with site(tmp_path) as one:
+    async with emulated(tmp_path) as one:
         await one.saved()
-        assert one.models.told == SAVED
+        assert one.told == SAVED
         loads = one.router.models["a"].loads
         messages = [{"role": "user", "content": prompt(3, 1500)}]  # for some 35 s
         async with httpx.AsyncClient(base_url=one.router.url, timeout=120) as others:
             body = {"model": "a", "messages": messages, "max_tokens": 8}
             reply = await others.post("/v1/chat/completions", json=body)
         assert reply.status_code == 200, reply.text
-        assert one.models.told == []
+        assert one.told == []
         assert one.router.models["a"].loads == loads + 1
         # The files are those of the next load still.
-        await one.models.ask("b", "Hello.")
+        await one.unload()
         assert await one.cached(1, 2) == [True, True]
 
 
