@@ -10,16 +10,19 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from gateway.config.inventory import NodeSpec
 from gateway.events import EventBus, NodeCalibrated
-from gateway.nodes.calibration import MOST_AT_ONCE, Calibrator, due
+from gateway.nodes.calibration import MOST_AT_ONCE, WORDS, Calibrator, due
 from gateway.nodes.node import MOST_CALIBRATIONS, Node, NodeState
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway
+from tests.known import known
 from tests.nodes.build import Clock, Running, a_fleet, a_node, a_spec, learn_timings, take
+from tests.servers import running_demo_servers
 from tests.virtual import in_virtual_time, now
 
 HALF: dict[str, Any] = {"prefill_tps": 200.0, "decode_tps": 20.0, "prefill_stalls": True}
@@ -222,3 +225,70 @@ async def test_requests_prefer_nodes_that_are_not_calibrated_and_take_the_others
         assert [event.outcome for event in ended[:MOST_AT_ONCE]] == ["given_up"] * MOST_AT_ONCE
         page = (await running.admin.get("/metrics")).text
         assert "llama_gateway_queue_seconds_sum 0\n" in page or "queue_seconds_sum 0.0" in page
+
+
+# Real servers.
+
+
+async def chat(client: httpx.AsyncClient, system: str, **keys: Any) -> dict[str, Any]:
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": "hello"}]
+    answer = await client.post("/v1/chat/completions", json={"messages": messages, **keys})
+    timings: dict[str, Any] = answer.json()["timings"]
+    return timings
+
+
+@asynccontextmanager
+async def real_server(**options: Any) -> AsyncIterator[tuple[NodeSpec, httpx.AsyncClient]]:
+    """A real server's entry in the inventory, and a client of its own."""
+    with running_demo_servers(1, slots=2, size="medium", **options) as [server]:
+        limits = httpx.Limits(max_keepalive_connections=0)
+        async with httpx.AsyncClient(
+            base_url=server.url, trust_env=False, timeout=60, limits=limits
+        ) as client:
+            yield a_spec(url=server.url), client
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@each_case(
+    "options", [{}, {"embedding": True}, {"embedding": True, "extra": ("--pooling", "rank")}]
+)
+async def test_a_cold_server_of_each_kind_shows_its_speed(options: dict[str, Any]) -> None:
+    async with (
+        real_server(**options) as (spec, client),
+        calibrated(spec) as (running, ended),
+    ):
+        await running.until(lambda: bool(ended))
+        assert ended[0].outcome == "done", ended
+        assert (ended[0].decode_tps is None) is bool(options)
+        speed = running["a"].speed
+        guess = speed.expected_prefill_tps, 1 / speed.token_base
+        learn_timings(speed, await chat(client, " ".join(WORDS[:18] * 10), max_tokens=64))
+        assert 0.2 < guess[0] / known(speed.prefill_tps) < 5
+        if not options:
+            assert 0.2 < guess[1] / known(speed.decode_tps) < 5
+
+
+@pytest.mark.real
+@pytest.mark.slow
+async def test_warm_slots_stay_warm_and_a_request_gets_its_slot_soon() -> None:
+    async with real_server() as (spec, client):
+        systems = [" ".join(WORDS[i:18] * 20) for i in range(2)]
+        for system in systems:
+            await chat(client, system, max_tokens=4)
+        async with calibrated(spec) as (running, ended):
+            await running.until(lambda: bool(ended))
+            assert ended[0].outcome == "done", ended
+            for system in systems:
+                timings = await chat(client, system, max_tokens=4)
+                assert timings["cache_n"] > 4 * timings["prompt_n"], timings
+            # Another one is given up while it reads or writes.
+            node = running["a"]
+            await running.until(lambda: not node.leases)
+            node.speed.forget()
+            node.calibration.postpone(0.0)
+            await running.until(lambda: bool(node.leases))
+            take(node).release()
+            await running.until(lambda: len(ended) == 2)
+            assert ended[1].outcome == "given_up"
+            await running.until(lambda: not node.leases, limit=5)
