@@ -132,7 +132,6 @@ class Run:
                 figures, outcome = await scenario.run(subject, self.sizes)
         except (TargetError, OSError) as error:
             return Sample(*place, {}, 1, str(error))
-        figures["reconnects"] = outcome.reconnects
         return Sample(*place, figures, outcome.errors, outcome.first_error)
 
     def _print_sample(self, scenario: Scenario, sample: Sample) -> None:

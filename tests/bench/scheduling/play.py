@@ -9,15 +9,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
+import httpx
 
-from tests.bench.load import Address, LoadConnection
-from tests.bench.scenarios import post
+from tests.bench.load import Address
 from tests.bench.scheduling.fronts import MODEL
 from tests.bench.scheduling.trace import Trace, Turn
 from tests.emulator import expected_chat_text
-
-TOKEN = b'"content":"'
+from tests.gateways import NO_TLS
 
 
 @dataclass(slots=True)
@@ -25,7 +23,6 @@ class Answer:
     """The response. Times are monotonic seconds; `first` is 0 if no text came."""
 
     text: str = ""
-    finish: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
@@ -35,32 +32,6 @@ class Answer:
     problem: str = ""
 
 
-class _Exchange(LoadConnection):
-    """One connection for one request, which notes when its text begins."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        super().__init__(self._finish, 0, 0)
-        self.done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.clock = clock
-        self.body = bytearray()
-        self.first = 0.0
-
-    def on_body(self, body: bytes) -> None:
-        self.length += len(body)
-        self.body += body
-        if not self.first and TOKEN in self.body:
-            self.first = self.clock()
-
-    def problem(self) -> str:
-        status = self.parser.get_status_code()
-        reply = bytes(self.body[:300]).decode(errors="replace")
-        return "" if status == 200 else f"status {status}: {reply}"
-
-    def _finish(self, _: LoadConnection, problem: str) -> None:
-        if not self.done.done():
-            self.done.set_result(problem)
-
-
 async def ask(
     address: Address,
     body: dict[str, Any],
@@ -68,46 +39,47 @@ async def ask(
     clock: Callable[[], float] = time.monotonic,
 ) -> Answer:
     """Send a chat request and read its answer to the end, for `limit` seconds at most."""
-    loop = asyncio.get_running_loop()
-    exchange = _Exchange(clock)
-    transport: asyncio.Transport | None = None
     answer = Answer(sent=clock())
+    url = "http://{}:{}/v1/chat/completions".format(*address)
     try:
-        async with asyncio.timeout(limit):
-            transport, _ = await loop.create_connection(lambda: exchange, *address)
-            exchange.send(post("/v1/chat/completions", json.dumps(body).encode()))
-            answer.problem = await exchange.done
+        async with (
+            asyncio.timeout(limit),
+            httpx.AsyncClient(verify=NO_TLS, trust_env=False, timeout=None) as client,
+            client.stream("POST", url, json=body) as reply,
+        ):
+            if reply.status_code == 200:
+                answer.problem = await _read(reply, answer, clock)
+            else:
+                answer.problem = f"status {reply.status_code}: {(await reply.aread())[:300]!r}"
     except TimeoutError:
         answer.problem = f"no end after {limit:.0f} s"
-    except OSError as error:
-        answer.problem = str(error)
-    finally:
-        answer.done = clock()
-        exchange.busy = False
-        if transport is not None:
-            transport.abort()
-    answer.first = exchange.first
-    if not answer.problem:
-        answer.problem = _read(bytes(exchange.body), answer)
+    except httpx.TransportError as error:
+        answer.problem = repr(error)
+    answer.done = clock()
     return answer
 
 
-def _read(body: bytes, answer: Answer) -> str:
+async def _read(reply: httpx.Response, answer: Answer, clock: Callable[[], float]) -> str:
     """Fill in `answer` from the events; returns what is wrong with them, or an empty text."""
-    events = [line[6:] for line in body.split(b"\n") if line.startswith(b"data: ")]
-    if not events or events.pop() != b"[DONE]":
-        return "a stream without [DONE]"
+    last = ""
     try:
-        for event in map(msgspec.json.decode, events):
+        async for line in reply.aiter_lines():
+            last = line.removeprefix("data: ") or last
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(last)
             for choice in event.get("choices", ()):
                 answer.text += choice["delta"].get("content") or ""
-                answer.finish = choice["finish_reason"] or answer.finish
+            if answer.text and not answer.first:
+                answer.first = clock()
             if usage := event.get("usage"):
                 answer.prompt_tokens = usage["prompt_tokens"]
                 answer.completion_tokens = usage["completion_tokens"]
                 answer.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
-    except (msgspec.DecodeError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         return f"not a chat stream: {error!r}"
+    if last != "[DONE]":
+        return "a stream without [DONE]"
     if not answer.prompt_tokens:
         return "a stream without usage"
     return "" if answer.first else "a stream without text"
