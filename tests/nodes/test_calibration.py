@@ -29,11 +29,13 @@ HALF: dict[str, Any] = {"prefill_tps": 200.0, "decode_tps": 20.0, "prefill_stall
 
 
 @asynccontextmanager
-async def calibrated(*specs: NodeSpec) -> AsyncIterator[tuple[Running, list[NodeCalibrated]]]:
+async def calibrated(
+    *nodes: NodeSpec | EmulatedNode,
+) -> AsyncIterator[tuple[Running, list[NodeCalibrated]]]:
     """A fleet whose idle nodes are calibrated, and the events of it."""
     bus, ended = EventBus(), list[NodeCalibrated]()
     bus.subscribe(NodeCalibrated, ended.append)
-    async with a_fleet(*specs, interval=1.0) as running:
+    async with a_fleet(*nodes, interval=1.0) as running:
         calibrator = Calibrator(running.fleet, bus, now, random.Random(7))
         task = asyncio.create_task(calibrator.run())
         try:
@@ -49,10 +51,8 @@ def paths(server: EmulatedNode) -> list[str]:
 
 @in_virtual_time
 async def test_a_cold_node_shows_its_speed_before_anyone_asks() -> None:
-    async with (
-        EmulatedNode(slots=1, **HALF) as server,
-        calibrated(a_spec(url=server.url)) as (running, ended),
-    ):
+    server = EmulatedNode(slots=1, **HALF)
+    async with calibrated(server) as (running, ended):
         began, node = now(), running["a"]
         await running.until(lambda: bool(ended))
         # The first request is thrown away: 16 tokens and 2; the second reads 100 and writes 8.
@@ -79,10 +79,8 @@ async def test_a_cold_node_shows_its_speed_before_anyone_asks() -> None:
 @in_virtual_time
 async def test_the_lease_of_a_request_ends_a_calibration_and_never_waits_for_it() -> None:
     slow: dict[str, Any] = {"prefill_tps": 20.0, "decode_tps": 2.0, "prefill_stalls": True}
-    async with (
-        EmulatedNode(slots=1, batch=32, **slow) as server,
-        calibrated(a_spec(url=server.url)) as (running, ended),
-    ):
+    server = EmulatedNode(slots=1, batch=32, **slow)
+    async with calibrated(server) as (running, ended):
         node = running["a"]
         await running.until(lambda: len(server.seen) == 2)
         await running.until(lambda: server.slots.busy == 1)
@@ -122,10 +120,8 @@ async def test_nodes_that_write_nothing_are_calibrated_by_what_they_read(keys: A
 
 @in_virtual_time
 async def test_a_measured_node_is_only_warmed_up_after_its_server_has_loaded() -> None:
-    async with (
-        EmulatedNode(slots=1, **HALF) as server,
-        calibrated(a_spec(url=server.url)) as (running, ended),
-    ):
+    server = EmulatedNode(slots=1, **HALF)
+    async with calibrated(server) as (running, ended):
         await running.until(lambda: bool(ended))
         learn_timings(running["a"].speed, {"predicted_n": 100, "predicted_ms": 5000.0})
         await server.kill()

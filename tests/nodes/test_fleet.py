@@ -164,10 +164,8 @@ async def test_a_drained_node_gets_no_work_even_after_a_restart(tmp_path: Path) 
 
 @in_virtual_time
 async def test_another_model_is_noticed_by_the_next_probe_though_nobody_asks_the_node() -> None:
-    async with (
-        EmulatedNode(model="old") as server,
-        a_fleet(a_spec(url=server.url), interval=5.0, discover_interval=3600) as fleet,
-    ):
+    server = EmulatedNode(model="old")
+    async with a_fleet(server, interval=5.0, discover_interval=3600) as fleet:
         await asyncio.sleep(60)
         server.engine.model = "new"
         began = now()
@@ -318,10 +316,8 @@ def test_without_slots_to_read_the_hold_follows_from_the_request(
 
 @in_virtual_time
 async def test_the_slot_of_a_cut_stream_is_released_soon_and_beside_a_live_neighbour() -> None:
-    async with (
-        EmulatedNode(slots=2, decode_tps=50) as server,
-        a_fleet(a_spec(url=server.url), interval=60) as fleet,
-    ):
+    server = EmulatedNode(slots=2, decode_tps=50)
+    async with a_fleet(server, interval=60) as fleet:
         async with streamed(take(fleet["a"]), max_tokens=400) as lease:
             pass
         told, began = fleet.capacity, now()
@@ -359,10 +355,8 @@ async def test_a_slot_that_is_not_shown_free_is_held_no_longer_than_it_must_be(d
 
 @in_virtual_time
 async def test_a_removed_node_stays_open_until_its_abandoned_work_has_ended() -> None:
-    async with (
-        EmulatedNode(slots=1, decode_tps=50) as server,
-        a_fleet(a_spec(url=server.url)) as fleet,
-    ):
+    server = EmulatedNode(slots=1, decode_tps=50)
+    async with a_fleet(server) as fleet:
         node = fleet["a"]
         async with streamed(take(fleet["a"]), max_tokens=400) as lease:
             assert fleet.fleet.apply(inventory()).removed == ["a"]

@@ -132,10 +132,8 @@ async def test_an_operators_probe_closes_a_circuit_whose_slow_start_wakes_no_dra
         return now()
 
     quick: dict[str, Any] = {"failures": 1, "open": 60, "open_max": 60, "interval": 60}
-    async with (
-        EmulatedNode() as server,
-        a_fleet(a_spec(url=server.url), slow_start=5, clock=clock, **quick) as fleet,
-    ):
+    server = EmulatedNode()
+    async with a_fleet(server, slow_start=5, clock=clock, **quick) as fleet:
         fleet.fleet.request_failed(fleet["a"], now())
         assert fleet.state("a") is NodeState.EJECTED
         assert (await fleet.fleet.probe("a")).up
@@ -203,10 +201,8 @@ async def test_a_frozen_node_is_mute_and_comes_back_when_its_slots_can_be_read()
 async def test_a_frozen_node_is_mute_unless_it_is_excused(
     slots: bool, event: str | None, states: list[tuple[float, NodeState]]
 ) -> None:
-    async with (
-        EmulatedNode(endpoint_slots=slots) as server,
-        a_fleet(a_spec(url=server.url), **USUAL) as fleet,
-    ):
+    server = EmulatedNode(endpoint_slots=slots)
+    async with a_fleet(server, **USUAL) as fleet:
         freeze(server)
         lease = None if event is None else take(fleet["a"])
         if lease is not None and event:

@@ -134,16 +134,6 @@ def test_a_pause_and_an_id_hold_for_the_names_that_all_servers_give_to_a_model()
     assert one.models_changed()
 
 
-def test_a_model_may_be_served_by_a_node_that_has_not_reported_any_and_is_not_down() -> None:
-    silent = a_node()
-    index = an_index(silent)
-    assert index.may_serve("m")
-    assert index.not_found_error("m").status == 503
-    refused = ProbeResult(ProbeAnswer.CONNECTION_REFUSED, "no connection")
-    silent.probe_history.record(refused, rise=1, fall=1, sign_of_life=None)
-    assert not index.may_serve("m")
-
-
 def test_a_pool_has_the_nodes_with_all_of_its_labels() -> None:
     left = a_node(name="a", models={"m": "m", "n": "n"}, labels={"side": "left", "zone": "1"})
     right = a_node(name="b", models={"m": "m"}, labels={"side": "right"})

@@ -247,17 +247,6 @@ async def test_a_request_whose_response_has_begun_is_shed_last(begins_later: boo
         assert busy.outcomes(*begun) == [WAITS, FULL]
 
 
-async def test_a_key_that_names_its_users_has_one_share_which_they_divide() -> None:
-    async with BusyNode(max=16) as busy:
-        await busy.send(*(of("web", f"u{user}") for user in range(40)))
-        assert busy.waiting() == {"web": 14}
-        assert await busy.send(*(of("b") for _ in range(7))) == [WAITS] * 7
-        assert busy.waiting() == {"web": 8, "b": 7}
-    async with BusyNode(max=16) as busy:
-        await busy.send(*(of("web", "anna") for _ in range(40)))
-        assert await busy.send(*(of("web", "ben") for _ in range(5))) == [WAITS] * 5
-
-
 arrivals = st.lists(
     st.tuples(st.sampled_from("abcde"), st.sampled_from(list(Priority))), max_size=80
 )
@@ -319,7 +308,7 @@ def long_prompt_request(number: int) -> LeaseRequest:
 async def costs(waiting: int) -> list[int]:
     """Calls of an arrival, and of a release."""
     scheduler = a_scheduler(node(slots=4), queue={"max": 10_000, "max_wait": 9999})
-    running = [(await take_lease(scheduler, long_prompt_request(-n)))[0] for n in range(4)]
+    running = [await take_lease(scheduler, long_prompt_request(-n)) for n in range(4)]
     tasks = []
     for number in range(waiting):
         tasks.append(asyncio.create_task(take_lease(scheduler, long_prompt_request(number))))

@@ -16,7 +16,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.lease import (
     NOTHING_TRIED,
-    AttemptReport,
     GrantedLease,
     LeaseRequest,
     PromptKey,
@@ -32,7 +31,6 @@ from gateway.schedule.decision_log import (
     DecisionLog,
     Grant,
 )
-from gateway.schedule.lease_service import LocalLeaseService
 from gateway.schedule.scheduler import Scheduler
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
@@ -247,32 +245,6 @@ def only_grant(scheduler: Scheduler, request: LeaseRequest) -> Grant:
     (grant,) = decisions(scheduler.decision_log, request)
     assert isinstance(grant, Grant)
     return grant
-
-
-def test_a_grant_has_the_prediction_and_then_what_came_of_it() -> None:
-    clock = Clock()
-    scheduler = a_scheduler(node("a"), node("b"), clock=clock)
-    leases = LocalLeaseService(scheduler, scheduler.fleet)
-    request = a_request(text_bytes=4000, max_tokens=20)
-    granted = lease(scheduler, request)
-    grant = only_grant(scheduler, request)
-    placement = scheduler.records[granted.id].placement
-    assert grant.at + grant.expected_ttft == pytest.approx(placement.prefill_ends)
-    assert grant.at + grant.expected_seconds == pytest.approx(placement.ends)
-    comparison = known(grant.comparison)
-    assert comparison.chosen.name == granted.node.name
-    assert len(comparison.others) == 1
-    assert (grant.outcome, grant.used, comparison.chosen.speed.measured) == (None, None, False)
-    clock.passes(2.0)
-    leases.content_began(granted.id)
-    clock.passes(3.0)
-    leases.ended(AttemptReport(granted.id, "ok", 200, True, True, True))
-    usage = Usage(1000, 10, 20)
-    leases.settle(UsageReport(granted.id, usage, usage, 20), request)
-    assert grant.first_content_at == pytest.approx(grant.at + 2.0)
-    assert grant.ended_at == pytest.approx(grant.at + 5.0)
-    assert (grant.outcome, grant.status) == ("ok", 200)
-    assert (grant.used, grant.reported) == ((1000, 10, 20), True)
 
 
 def test_the_log_is_bounded_and_says_how_far_it_reaches_back() -> None:

@@ -427,22 +427,6 @@ def test_requests_go_by_class_and_then_by_age() -> None:
     assert order == [urgent, early, late]
 
 
-def test_ten_times_the_requests_get_a_caller_no_more_tokens() -> None:
-    rng = random.Random(1)
-    sim = QueueSimulation((2, 2, 2), speeds=(300.0, 200.0, 100.0), seed=1)
-    for caller, count in (("greedy", 4000), ("modest", 400)):
-        for _ in range(count):
-            prompt, completion = rng.expovariate(1 / 400) + 1, rng.expovariate(1 / 60) + 1
-            sim.arrive(fairness_key=caller, prompt_tokens=prompt, completion_tokens=completion)
-    served: dict[str, list[float]] = {"greedy": [], "modest": []}
-    while min(map(len, served.values())) < 200:
-        first = min(sim.running, key=lambda one: one.ends)
-        served[first.fairness_key].append(first.prompt_tokens + 10 * first.completion_tokens)
-        sim.finish(first, first.ends)
-        assert sim.dispatcher.waiting
-    assert sum(served["greedy"]) == pytest.approx(sum(served["modest"]), rel=0.1)
-
-
 def test_the_charge_is_replaced_by_the_real_usage() -> None:
     sim = QueueSimulation((1,))
     lucky = sim.placed(fairness_key="lucky", prompt_tokens=1e6, completion_tokens=1e5)

@@ -22,7 +22,7 @@ from gateway.lease import (
     Usage,
     UsageReport,
 )
-from gateway.nodes.node import LeasePhase, Node, NodeState
+from gateway.nodes.node import Node, NodeState
 from gateway.schedule.lease_service import LocalLeaseService
 from gateway.schedule.scheduler import LeaseRecord
 from tests.each_case import each_case
@@ -131,39 +131,6 @@ async def test_nothing_is_granted_while_the_scheduler_may_not_grant() -> None:
     assert scheduler.lease_now(a_request()) is not None
 
 
-def test_a_lease_follows_the_reports() -> None:
-    world = World(node("a", slots=1))
-    lease = world.grant(a_request(stream=True))
-    (held,) = world.nodes["a"].leases
-    phases = [held.phase]
-    world.leases.reading_began(lease.id)
-    phases.append(held.phase)
-    world.clock.passes(2.0)
-    world.leases.content_began(lease.id)
-    phases.append(held.phase)
-    assert held.first_content_at == 102.0
-    world.clock.passes(3.0)
-    world.leases.content_went_on(lease.id, 20)
-    assert held.last_content_at == 105.0
-    assert world.leases.lease_now(a_request(), NOTHING_TRIED, 0.0) is None
-    world.leases.response_received(lease.id)
-    phases.append(held.phase)
-    assert [phase.name for phase in phases] == ["WAITING_HEAD", "PREFILL", "DECODE", "RELEASED"]
-    assert world.leases.lease_now(a_request(), NOTHING_TRIED, 0.0) is not None
-    world.end(lease, began=True)
-    world.leases.settle(UsageReport(lease.id, USAGE, USAGE, 50), a_request())
-
-
-@pytest.mark.parametrize("began", [True, False])
-def test_a_node_that_may_be_at_work_keeps_its_slots(began: bool) -> None:
-    world = World(node("a", slots=1))
-    lease = world.grant(a_request())
-    (held,) = world.nodes["a"].leases
-    world.leases.ended(AttemptReport(lease.id, "client_closed", 0, True, False, began))
-    assert held.phase is LeasePhase.RECLAIM
-    assert world.leases.lease_now(a_request(), NOTHING_TRIED, 0.0) is None
-
-
 def test_a_lease_ends_once() -> None:
     world = World(node("a"))
     lease = world.grant(a_request())
@@ -215,18 +182,6 @@ def test_an_endpoint_that_refuses_work_is_left_alone_for_a_while(status: int) ->
     world.end(world.grant(a_request()), "busy", status, error=NodeError(retry_after=5.0))
     assert one.paused(world.clock())
     assert not one.paused(world.clock.passes(6.0))
-
-
-def test_an_unreachable_node_is_to_blame() -> None:
-    world = World(node("a"))
-    lease = world.grant(a_request())
-    world.leases.ended(
-        AttemptReport(
-            lease.id, "connect_failed", 0, False, True, False, Fault.NODE, None, "refused"
-        )
-    )
-    assert world.failures() == {"a": 1}
-    assert world.nodes["a"].probe_history.detail == "refused"
 
 
 def test_nodes_are_blamed_for_a_request_that_another_answers() -> None:
@@ -312,13 +267,6 @@ def left(world: World, request: LeaseRequest, seconds: float, **keys: Any) -> At
     )
 
 
-def test_what_a_node_said_of_a_prompt_is_what_a_client_pays_that_leaves_in_prefill() -> None:
-    world = World(node("a", slots=2, cost_per_hour=3600.0))
-    request = a_request(prompt_tokens=4000, stream=True)
-    charge = left(world, request, 4.0, prompt_read=(1500, 500))
-    assert charge == AttemptCharge(2.0, 4.0, 1500, 500, 0, 4.0, 0.0)
-
-
 def a_measured_world() -> World:
     """One node that reads about 200 tokens/s and writes about 10."""
     world = World(node("a", slots=1))
@@ -364,12 +312,3 @@ async def test_where_else_a_request_could_go() -> None:
     assert not await leases.ask_nodes("has_other_node", a_request(), failed_on("a", "b"))
     assert leases.most_slots_of_a_host() == 5
     assert not await leases.ask_nodes("unsupported_error", a_request(), NOTHING_TRIED)
-
-
-def test_a_node_that_reads_another_prompt_may_be_silent() -> None:
-    world = World(node("a"))
-    lease, other = world.grant(a_request()), world.grant(a_request())
-    world.leases.content_began(lease.id)
-    assert world.leases.is_silence_excused(lease.id)
-    world.leases.content_began(other.id)
-    assert not world.leases.is_silence_excused(lease.id)

@@ -18,7 +18,7 @@ from gateway.schedule.admission import Waiter
 from gateway.schedule.scheduler import LeaseRecord, Scheduler
 from gateway.terms import Priority
 from tests.nodes.build import Clock, learn_timings
-from tests.schedule.build import a_request, a_scheduler, node, set_nodes, settle, take_record
+from tests.schedule.build import a_request, a_scheduler, node, set_nodes, settle, take_lease
 from tests.virtual import VirtualLoop
 
 SLOTS = {"a": 1, "b": 2, "c": 4}
@@ -82,7 +82,7 @@ class World:
             caller=CALLERS[number % 2],
             time_limit=rng.choice([None, None, -1.0, 20.0]),
         )
-        task = asyncio.create_task(take_record(self.scheduler, request))
+        task = asyncio.create_task(take_lease(self.scheduler, request))
         self.tasks[request.id] = (request, task)
 
     def finish(self, number: int) -> None:
@@ -275,7 +275,7 @@ class SpillWorld(World):
             time_limit=5.0 if number % 5 == 0 else None,
             caller=CALLERS[number % 4 // 2],
         )
-        begin = take_record if self.rng.random() < 0.5 else wait_for_record
+        begin = take_lease if self.rng.random() < 0.5 else wait_for_record
         self.tasks[request.id] = request, asyncio.create_task(begin(self.scheduler, request))
 
     def read(self, number: int) -> None:
@@ -354,5 +354,5 @@ async def spill_at_random(rng: random.Random) -> tuple[int, set[str]]:
 
 
 async def wait_for_record(scheduler: Scheduler, request: LeaseRequest) -> LeaseRecord:
-    """As `take_record`, of a request that is queued first, since a slot has just come free."""
+    """As `take_lease`, of a request that is queued first, since a slot has just come free."""
     return scheduler.records[(await scheduler.wait_for_lease(request)).id]

@@ -203,18 +203,6 @@ def test_the_share_of_the_requests_that_may_spill(share: float, spilled: int) ->
     assert let_in == spilled
 
 
-def test_money_is_reserved_before_and_settled_after_the_request() -> None:
-    budget = money(10.0)
-    first = reserved(budget, 0.0, 9.0)
-    second = reserved(budget, 0.0, 9.0)  # the one that may exceed the budget
-    assert budget.reserve(0.0, 0.01) is None
-    first.settle(1.0, happened=True, now=1.0)
-    second.settle(2.0, happened=True, now=2.0)
-    assert (budget.reserved, budget.paid.value(2.0)) == (0.0, 3.0)
-    reserved(budget, 2.0, 100.0)
-    assert budget.reserve(2.0, 0.01) is None
-
-
 def test_a_cancelled_reservation_is_given_back_and_each_is_settled_once() -> None:
     budget = a_budget(share=0.5, money_per_hour=60.0)
     budget.arrived(0.0)
