@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +15,7 @@ from gateway.config.inventory import NodeSpec
 from gateway.config.scheduling import HealthSettings, TimeoutSettings
 from gateway.config.settings import Settings
 from gateway.nodes.fleet import BLIND_HOLD, most_hold, released_slots
-from gateway.nodes.node import Lease, LeasePhase, Node, NodeState
+from gateway.nodes.node import Lease, Node, NodeState
 from gateway.nodes.prices import GpuCosts, alive_nodes
 from gateway.transport.pool import ConnectionPool, open_node_pool
 from tests.each_case import each_case
@@ -443,38 +441,3 @@ async def test_the_properties_and_busy_slots_of_a_real_server_are_read() -> None
                 await anext(parts)
                 await fleet.until(lambda: node.foreign == 1)
             await fleet.until(lambda: node.foreign == 0)
-
-
-@pytest.mark.real
-@pytest.mark.slow
-async def test_a_cut_stream_of_a_real_server_frees_its_slot() -> None:
-    with running_demo_servers(1, slots=1, context=CONTEXT) as [server]:
-        async with a_fleet(a_spec(url=server.url), **REAL | {"interval": 60}) as fleet:
-            node = fleet["a"]
-            lease = take(node)
-            async with streamed(lease, max_tokens=15_000):
-                pass
-            lease.abandon()
-            assert lease.phase is LeasePhase.RECLAIM
-            await fleet.until(lambda: not is_held(lease))
-            async with httpx.AsyncClient(base_url=server.url, trust_env=False) as client:
-                [slot] = (await client.get("/slots")).json()
-            assert not slot["is_processing"]
-            assert slot["next_token"][0]["has_next_token"], "it was let go, not waited for"
-
-
-@pytest.mark.real
-@pytest.mark.slow
-async def test_a_real_server_that_hangs_is_mute_with_work_and_down_without() -> None:
-    with running_demo_servers(1) as [server]:
-        async with a_fleet(a_spec(url=server.url), **REAL | {"timeout": 0.5}) as fleet:
-            await fleet.until_state("a", NodeState.READY, limit=LIMIT)
-            lease = take(fleet["a"])
-            os.kill(server.pid, signal.SIGSTOP)
-            try:
-                await fleet.until_state("a", NodeState.MUTE, limit=LIMIT)
-                lease.release()
-                await fleet.until_state("a", NodeState.DOWN, limit=LIMIT)
-            finally:
-                os.kill(server.pid, signal.SIGCONT)
-            await fleet.until_state("a", NodeState.READY, limit=LIMIT)

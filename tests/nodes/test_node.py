@@ -35,7 +35,6 @@ from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 from tests.nodes.build import Clock, a_node, a_spec, take
-from tests.servers import running_demo_servers
 from tests.virtual import in_virtual_time, now
 from tests.web.bare_gateway import CHAT
 
@@ -377,28 +376,6 @@ async def test_loading_its_model_again_is_nobodys_fault_and_teaches_no_speed(
         assert node.sleep.measured == pytest.approx(45, abs=1)
         await ask(running)
         await until(lambda: node.speed.samples > samples, 10.0)
-
-
-@pytest.mark.real
-@pytest.mark.slow
-@pytest.mark.binary_only("the wheel's launcher has no --sleep-idle-seconds")
-async def test_a_real_server_sleeps_behind_a_gateway_and_answers_the_request_that_wakes_it(
-    tmp_path: Path,
-) -> None:
-    idle = 4
-    with running_demo_servers(1, extra=("--sleep-idle-seconds", str(idle))) as [server]:
-        async with running_gateway(tmp_path, [{"name": "a", "url": server.url}]) as running:
-            await ask(running)
-            began = now()
-            node = await sleeper(running)
-            assert now() - began < idle + 5 + node.settings.health.interval
-            await asyncio.sleep(2 * node.settings.health.interval)
-            assert node.sleep.asleep
-            assert server.logged().count("is exiting sleeping state") == 0
-            await ask(running)
-            assert node.sleep.measured is not None
-            assert server.logged().count("is exiting sleeping state") == 1
-            assert node.state is NodeState.READY
 
 
 def after(

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import tracemalloc
 from array import array
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.api.tokens import read_usage
-from gateway.lease import KeyedHash, PromptKey
+from gateway.lease import PromptKey
 from gateway.nodes.calibration import WORDS as ORDINARY_WORDS
 from gateway.nodes.prompt_cache import (
     DEFAULT_HOST_TOKENS,
@@ -31,10 +29,11 @@ from gateway.nodes.prompt_cache import (
     KeptPrompt,
     PromptTree,
 )
-from gateway.request.prompt_key import BLOCK_BYTES, VolatileLines, build_prompt_key
-from gateway.request.routes import ROUTES
+from gateway.request.prompt_key import BLOCK_BYTES
+from gateway.schedule.core.demand_model import DemandModel
 from tests.calls import count_calls
 from tests.each_case import each_case
+from tests.gateways import Running, running_gateway
 from tests.servers import running_demo_servers
 
 BLOCK = 100.0
@@ -420,11 +419,7 @@ def test_the_prefix_without_a_hit_for_longest_makes_room() -> None:
     assert chain(names[1])[0] not in kept
 
 
-# What is predicted of real servers.
-
-
-PATH = "/v1/chat/completions"
-NODE = 3
+# What is predicted of a real server behind a gateway.
 
 
 @dataclass(slots=True)
@@ -436,83 +431,48 @@ class Turn:
     """Tokens of one block."""
 
 
-KEYED_HASH = KeyedHash()
-
-
-@dataclass
-class Talk:
-    """One conversation with one server, recorded in a prompt cache as the gateway does it."""
-
-    url: str
-    memory: FleetPromptCache
-    name: str
-    messages: list[dict[str, Any]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        rng = random.Random(self.name)
-        self.messages.append({"role": "system", "content": f"{self.name}: {some_words(rng, 150)}"})
-        self.rng = rng
-
-    def say(self, words: int = 60) -> Turn:
-        self.messages.append({"role": "user", "content": some_words(self.rng, words)})
-        body = json.dumps(
-            {"model": "demo", "messages": self.messages, "max_tokens": 80, "temperature": 0}
-        ).encode()
-        prompt = build_prompt_key(body, ROUTES[PATH], "demo", VolatileLines(), KEYED_HASH)
-        assert prompt is not None
-        believed = self.memory.lookup(prompt).cached.get(NODE, 0.0)
-        self.memory.request_placed(NODE, prompt)
-        with httpx.Client(base_url=self.url, trust_env=False, timeout=60) as client:
-            reply = client.post(PATH, content=body)
-        assert reply.status_code == 200, reply.text
-        usage = read_usage(reply.content)
-        assert usage is not None
-        self.memory.request_finished(
-            NODE, prompt, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
-        )
-        answer = reply.json()["choices"][0]["message"]["content"]
-        self.messages.append({"role": "assistant", "content": answer})
-        block = usage.prompt_tokens * BLOCK_BYTES / prompt.size
-        return Turn(believed, usage.cached_tokens, usage.prompt_tokens, block)
-
-
-def some_words(rng: random.Random, count: int) -> str:
-    return " ".join(rng.choice(ORDINARY_WORDS[:18]) for _ in range(count))
-
-
 @pytest.mark.real
 @pytest.mark.slow
 @pytest.mark.smoke
-def test_a_growing_conversation_is_found_after_other_requests() -> None:
-    memory = FleetPromptCache()
-    memory.resize(NODE, 2)
+async def test_a_growing_conversation_is_found_after_other_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns: list[Turn] = []
+    learn = DemandModel.learn
+
+    def noting(model: Any, placement: Any, request: Any, report: Any, *more: Any) -> None:
+        used = report.reported
+        block = used.prompt_tokens * BLOCK_BYTES / request.size.prompt_key.size
+        believed = placement.cached.get(placement.row.index, 0.0)
+        turns.append(Turn(believed, used.cached_tokens, used.prompt_tokens, block))
+        learn(model, placement, request, report, *more)
+
+    monkeypatch.setattr(DemandModel, "learn", noting)
+    talks: list[str] = []
+
+    async def say(running: Running, name: str, messages: list[dict[str, Any]]) -> None:
+        rng = random.Random(f"{name} {len(messages)}")
+        text = " ".join(rng.choices(ORDINARY_WORDS[:18], k=60 if messages else 210))
+        messages.append({"role": "user", "content": f"{name}: {text}"})
+        body = {"messages": messages, "max_tokens": 80, "temperature": 0}
+        reply = await running.client.post("/v1/chat/completions", json=body)
+        assert reply.status_code == 200, reply.text
+        messages.append(reply.json()["choices"][0]["message"])
+        talks.append(name)
+
     with running_demo_servers(1, slots=2, context=4096) as [server]:
-        home = Talk(server.url, memory, "home")
-        turns = [home.say()]
-        for i in range(3):
-            # Enough other prompts to push it out of both slots, and then out of one only.
-            for j in range(3 - i % 3):
-                stranger = Talk(server.url, memory, f"stranger {i} {j}").say()
-                assert stranger.believed < stranger.block
-            turns.append(home.say())
-    for turn in turns[1:]:
-        assert turn.believed > 0.6 * turn.prompt
-        assert abs(turn.believed - turn.cached) <= turn.block
+        async with running_gateway(tmp_path, [server.url]) as running:
+            home: list[dict[str, Any]] = []
+            await say(running, "home", home)
+            for i in range(3):
+                # Enough other prompts to push it out of both slots, and then out of one only.
+                for j in range(3 - i % 3):
+                    await say(running, f"stranger {i} {j}", [])
+                await say(running, "home", home)
     assert turns[0].believed == 0
-
-
-@pytest.mark.real
-@pytest.mark.slow
-def test_a_conversation_is_lost_when_a_similar_one_takes_its_slot() -> None:
-    memory = FleetPromptCache()
-    memory.resize(NODE, 1)
-    with running_demo_servers(1, slots=1, context=4096) as [server]:
-        first = Talk(server.url, memory, "shared")
-        second = Talk(server.url, memory, "shared")
-        second.rng.seed("another")
-        first.say(20)
-        taken = second.say(20)
-        back = first.say(20)
-    assert 0 < taken.cached < taken.prompt
-    assert abs(taken.believed - taken.cached) <= taken.block
-    assert abs(back.believed - back.cached) <= back.block
+    for name, turn in list(zip(talks, turns, strict=True))[1:]:
+        if name == "home":
+            assert turn.believed > 0.6 * turn.prompt
+            assert abs(turn.believed - turn.cached) <= turn.block
+        else:
+            assert turn.believed < turn.block
