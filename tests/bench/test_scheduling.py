@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,12 +18,11 @@ from gateway.local.server import claim_port, claimed_port
 from gateway.schedule.core.demand_model import DemandModel
 from gateway.schedule.core.requests import QueuedRequest
 from tests.bench.scheduling import report
-from tests.bench.scheduling.__main__ import main
 from tests.bench.scheduling.fronts import FAST, FLEET, FRONTS, PEERS, SLOTS, Speed, nodes
 from tests.bench.scheduling.play import UNKNOWN, Player, Record, as_emulated, ask, chat_body
 from tests.bench.scheduling.report import MARKS, Played
 from tests.bench.scheduling.trace import Shape, make, session_rate
-from tests.bench.scheduling.virtual import behind_gateway
+from tests.edges.edge_beside import a_brain, an_edge
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway
 from tests.known import known
@@ -65,22 +65,6 @@ def test_a_quick_run_answers_every_request(front: str, tmp_path: Path) -> None:
     assert done.stdout.strip() in text.partition(MARKS[1])[0]
 
 
-@pytest.mark.slow
-def test_a_quick_run_in_virtual_time_answers_every_request(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page, file = tmp_path / "page.md", tmp_path / "bench.json"
-    assert main(["--virtual", "--quick", "--json", str(file), "--markdown", str(page)]) == 0
-    samples = json.loads(file.read_text())["samples"]
-    assert [one["target"] for one in samples] == ["gateway", "gateway-unknown", "least_conn"]
-    assert [(one["errors"], one["figures"]["requests"]) for one in samples] == [(0, 16)] * 3
-    ours, _, theirs = (one["figures"]["cached"] for one in samples)
-    assert ours > theirs > 0
-    output = capsys.readouterr().out
-    assert "| gateway, lengths unknown |" in output
-    assert output.strip() in page.read_text()
-
-
 def record(took: float, problem: str = "") -> Record:
     return Record(0, 0, 0.0, took / 2, took, 100, 25, 10, problem)
 
@@ -95,7 +79,7 @@ def test_a_failed_request_takes_its_front_out_of_all_figures() -> None:
     assert results.median("capacity", "nginx", "mean") is None
     assert results.median("capacity", "gateway", "mean") == 1
     assert report.goals(results) == []
-    tables = report.tables(results, {"gateway": "gateway", "nginx": "nginx"}, PEERS)
+    tables = report.tables(results, {"gateway": "gateway", "nginx": "nginx"})
     assert "- capacity, nginx, round 1: 1 errors, the first: status 502" in tables
 
 
@@ -136,7 +120,7 @@ async def test_errors_and_wrong_answers_are_reported() -> None:
 async def test_a_trace_is_played_to_its_end_and_conversations_hit_their_cache() -> None:
     small = make("1", 5.0, Shape(sessions=3, turns=2, tenants=1, system_tokens=200))
     async with nodes([FAST], 40, now) as [node]:
-        player = Player((node.host, node.port), 40, known=False, clock=now)
+        player = Player([(node.host, node.port)], 40, known=False, clock=now)
         records = await player.play(small)
     assert [(r.session, r.turn) for r in records] == [(s, t) for s in range(3) for t in range(2)]
     assert not any(record.problem for record in records)
@@ -150,25 +134,28 @@ SEED, SHAPE = "2", Shape(sessions=16)
 NEAR = 100.0  # tokens by which a belief may be wrong: less than the shortest turn has
 
 
-def above_capacity(folder: Path, edges: int = 0) -> list[Record]:
-    """Play a trace before a gateway, or its edges, in virtual time."""
-
-    async def play() -> list[Record]:
-        rate = 1.5 * session_rate(make(SEED, 1.0, SHAPE), FLEET)
-        async with (
-            nodes(clock=now) as fleet,
-            behind_gateway(folder, fleet, 1.0, 1, known=True, edges=edges) as player,
-        ):
-            return await player.play(make(SEED, rate, SHAPE))
-
-    folder.mkdir(exist_ok=True)
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(play())
+async def above_capacity(folder: Path, edges: int = 0) -> list[Record]:
+    """Play a trace before a gateway, or its edges, over real links in this process."""
+    rate = 1.5 * session_rate(make(SEED, 1.0, SHAPE), FLEET)
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        fleet = await enter(nodes(clock=now))
+        urls = [node.url for node in fleet]
+        site = await enter(running_gateway(folder, urls, rng=random.Random(1)))
+        listener = known(site.gateway.public_listener)
+        addresses = [(listener.host, listener.port)]
+        if edges:
+            brain = a_brain(site.gateway)
+            names = [f"edge-{number}" for number in range(1, edges + 1)]
+            bases = [(await enter(an_edge(site, brain, one))).client.base_url for one in names]
+            addresses = [(url.host, url.port or 80) for url in bases]
+        return await Player(addresses, 1.0, known=True, clock=now).play(make(SEED, rate, SHAPE))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_nodes_have_cached_what_they_are_believed_to_have(
+@in_virtual_time
+async def test_nodes_have_cached_what_they_are_believed_to_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Above capacity conversations wait for busy nodes, and go as soon as an answer has ended."""
@@ -188,7 +175,7 @@ def test_nodes_have_cached_what_they_are_believed_to_have(
         learn(self, placed, request, report, learn_sizes)
 
     monkeypatch.setattr(DemandModel, "learn", noting)
-    records = above_capacity(tmp_path)
+    records = await above_capacity(tmp_path)
     assert [record.problem for record in records if record.problem] == []
     assert len(beliefs) == len(records) == 64
     assert [one for one in beliefs if abs(one[0] - one[1]) > NEAR] == []
@@ -198,14 +185,17 @@ def test_nodes_have_cached_what_they_are_believed_to_have(
 
 
 @pytest.mark.timeout(180)
-def test_three_edges_answer_each_request_as_one_process_does(tmp_path: Path) -> None:
+def test_three_edges_answer_each_request_as_one_process_does(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     """Who waits gets a slot as it comes free, when it must be known what is cached there by now."""
-    one, other = (
-        [(r.session, r.turn, r.cached, round(r.took, 3), r.problem) for r in records]
-        for records in (above_capacity(tmp_path / f"{n}", n) for n in (0, 3))
-    )
-    assert one == other
-    assert len(one) == 64
+    found = []
+    for edges in (0, 3):
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            records = runner.run(above_capacity(tmp_path_factory.mktemp("site"), edges))
+        found.append([(r.session, r.turn, r.cached, round(r.took, 3), r.problem) for r in records])
+    assert found[0] == found[1]
+    assert len(found[0]) == 64
 
 
 DECODES = (5.0, 8.0, 12.0, 18.0, 25.0, 35.0, 48.0, 60.0)

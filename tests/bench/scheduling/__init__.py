@@ -3,5 +3,5 @@
 `python -m tests.bench.scheduling` (`make bench-scheduling`). Who is what: `fronts.py` the emulated
 nodes and what is compared, `trace.py` the conversations, what the fleet can do and no scheduler can
 beat, `play.py` one request and all of them, `rounds.py` in which order, `report.py` figures,
-targets and tables, `virtual.py` the same in virtual time.
+targets and tables.
 """

@@ -18,8 +18,8 @@ from rich.console import Console
 from tests.bench import machine
 from tests.bench.machine import one_of, positive
 from tests.bench.report import finish
-from tests.bench.scheduling import report, virtual
-from tests.bench.scheduling.fronts import FRONTS, PEERS, USUAL
+from tests.bench.scheduling import report
+from tests.bench.scheduling.fronts import FRONTS, USUAL
 from tests.bench.scheduling.report import LOADS
 from tests.bench.scheduling.rounds import WARM_UP, Plan, Rounds
 from tests.bench.scheduling.trace import Shape
@@ -34,10 +34,7 @@ def main(words: Sequence[str]) -> int:
     options = _parse(words)
     progress = Console(stderr=True, highlight=False, soft_wrap=True)
     targets = {name: front.target for name, front in FRONTS.items()}
-    usual = virtual.USUAL if options.virtual else USUAL
-    fronts: Sequence[str] = options.only or usual
-    if not options.virtual:
-        fronts = machine.installed(targets, options.only, usual, progress)
+    fronts = machine.installed(targets, options.only, USUAL, progress)
     cores = machine.two_cores(progress)
     if not fronts or not cores:
         return 2
@@ -49,31 +46,24 @@ def main(words: Sequence[str]) -> int:
         "seeds": str(plan.seeds),
         "scale": f"{plan.scale:g} seconds of the fleet's time in one of the clock's",
     }
-    try:
-        if options.virtual:
-            played = virtual.measure(plan, fronts, progress)
-        else:  # on emulated nodes, with this process on the second core
-            rounds = Rounds(plan, [FRONTS[name] for name in fronts], cores[0], progress)
-            played = machine.run_beside(rounds.play(), cores)
+    rounds = Rounds(plan, [FRONTS[name] for name in fronts], cores[0], progress)
+    try:  # with this process, which has the emulated nodes, on the second core
+        results = report.pooled(machine.run_beside(rounds.play(), cores))
     except TargetError as error:
         progress.print(str(error), style="red")
         return 1
-    results = report.pooled(played)
-    titles = {one: FRONTS[one].title if one in FRONTS else virtual.TITLE for one in fronts}
-    peers, digits = (fronts[-1:], 3) if options.virtual else (PEERS, 2)
-    tables = report.tables(results, titles, peers, digits=digits)
-    marks = virtual.MARKS if options.virtual else report.MARKS
+    titles = {one: FRONTS[one].title for one in fronts}
     setting = {"command": command, "machine": facts}
-    return finish(options, results, report.goals(results), tables, folder, setting, marks)
+    tables, goals = report.tables(results, titles), report.goals(results)
+    return finish(options, results, goals, tables, folder, setting, report.MARKS)
 
 
 def _plan(options: argparse.Namespace, folder: Path) -> Plan:
     quick = options.quick
-    seeds = virtual.SEEDS if options.virtual else SEEDS
     return Plan(
         loads=options.loads or (("capacity",) if quick else tuple(LOADS)),
-        seeds=options.seeds or (1 if quick else seeds),
-        scale=options.scale or (QUICK_SCALE if quick and not options.virtual else 1.0),
+        seeds=options.seeds or (1 if quick else SEEDS),
+        scale=options.scale or (QUICK_SCALE if quick else 1.0),
         folder=folder,
         shape=QUICK if quick else Shape(),
         warm_up=QUICK if quick else WARM_UP,
@@ -88,20 +78,13 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--only", type=one_of(list(FRONTS)), help=f"fronts, of {','.join(FRONTS)}")
     add("--loads", type=one_of(list(LOADS)), help=f"of {','.join(LOADS)}; default: all")
-    seeds = f"default {SEEDS}, with --quick 1, with --virtual {virtual.SEEDS}"
-    add("--seeds", type=positive, help=seeds)
-    scale = f"times as fast as life, default 1, with --quick {QUICK_SCALE:g} unless --virtual"
+    add("--seeds", type=positive, help=f"default {SEEDS}, with --quick 1")
+    scale = f"times as fast as life, default 1, with --quick {QUICK_SCALE:g}"
     add("--scale", type=_factor, help=scale)
     add("--quick", action="store_true", help="a small trace at capacity, to check the harness")
-    in_process = "in virtual time: the gateway and a stand-in for nginx, exact and quick"
-    add("--virtual", action="store_true", help=in_process)
     add("--json", type=Path, help="write requests, figures and verdicts to this file")
     add("--markdown", type=Path, help="write the tables between the markers of this page")
-    options = parser.parse_args(words)
-    here = {*virtual.USUAL, "edges"}
-    if options.virtual and not here.issuperset(options.only or ()):
-        parser.error(f"with --virtual there are only {', '.join(sorted(here))}")
-    return options
+    return parser.parse_args(words)
 
 
 def _factor(text: str) -> float:

@@ -17,7 +17,6 @@ from tests.bench.targets import TARGETS, Plan, Target, gateway, haproxy, nginx
 from tests.emulator import EmulatedNode
 
 SLOTS = 2
-EDGES = 3
 BATCH = 512  # tokens of one step: what `llama-gateway up` starts servers with
 HOST_MEMORY = 64_000
 """Tokens of evicted prompts that a node keeps: llama.cpp's 8 GiB at 128 KiB a token (8B, F16)."""
@@ -89,13 +88,6 @@ class Front:
     make use of it."""
 
 
-def _gateway(*words: str) -> Target:
-    """This gateway, with these words more; all settings are the defaults."""
-    return replace(
-        TARGETS["gateway"], command=lambda binary, plan: [*gateway(binary, plan, {}), *words]
-    )
-
-
 def _nginx(binary: str, plan: Plan) -> list[str]:
     server = "proxy_set_header Connection close; proxy_buffering off;"
     return nginx(binary, plan, http="client_body_buffer_size 1m;", server=server)
@@ -106,16 +98,17 @@ def _haproxy(binary: str, plan: Plan) -> list[str]:
     return haproxy(binary, plan, defaults=defaults, server=f"maxconn {SLOTS}")
 
 
+# All settings are the defaults.
+_GATEWAY = replace(TARGETS["gateway"], command=lambda binary, plan: gateway(binary, plan, {}))
 _HAPROXY = replace(TARGETS["haproxy"], command=_haproxy)
 
 FRONTS = {
     front.name: front
     for front in (
-        Front("gateway", "gateway, lengths known", _gateway()),
-        Front("gateway-unknown", "gateway, lengths unknown", _gateway(), known=False),
+        Front("gateway", "gateway, lengths known", _GATEWAY),
+        Front("gateway-unknown", "gateway, lengths unknown", _GATEWAY, known=False),
         Front("nginx", "nginx least_conn", replace(TARGETS["nginx"], command=_nginx)),
         Front("haproxy", f"HAProxy leastconn, maxconn {SLOTS}", _HAPROXY),
-        Front("edges", f"gateway with {EDGES} edges", _gateway("--edges", str(EDGES))),
     )
 }
 OURS = ("gateway", "gateway-unknown")

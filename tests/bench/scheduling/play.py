@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -87,9 +88,6 @@ async def _read(reply: httpx.Response, answer: Answer, clock: Callable[[], float
 
 UNKNOWN = 4096  # `max_tokens` of a client that doesn't know how long its answer will be
 
-Asking = Callable[[Address, dict[str, Any], float, Callable[[], float]], Awaitable[Answer]]
-"""Sends one request to an address, within a limit of seconds by that clock."""
-
 
 @dataclass(frozen=True, slots=True)
 class Record:
@@ -113,12 +111,12 @@ class Player:
     `limit` is the longest a request may take, in seconds of the fleet's time.
     """
 
-    address: Address
+    addresses: Sequence[Address]  # each request goes to the one with the fewest
     scale: float
     known: bool  # whether `max_tokens` is the answer's real length
     limit: float = 600.0
     clock: Callable[[], float] = time.monotonic
-    asking: Asking = ask
+    busy: Counter[Address] = field(default_factory=Counter)
 
     async def play(self, trace: Trace) -> list[Record]:
         """Play the whole trace. A session ends with the first request that fails."""
@@ -136,7 +134,10 @@ class Player:
             messages.append({"role": "user", "content": turn.question})
             body = chat_body(messages, turn.answer_tokens if self.known else UNKNOWN)
             limit = self.limit / self.scale
-            answer = await self.asking(self.address, body, limit, self.clock)
+            address = min(self.addresses, key=self.busy.__getitem__)
+            self.busy[address] += 1
+            answer = await ask(address, body, limit, self.clock)
+            self.busy[address] -= 1
             problem = answer.problem or as_emulated(messages, turn, answer)
             ttft = answer.first - answer.sent if answer.first else 0.0
             times = ((answer.sent - begin) * self.scale, ttft * self.scale)

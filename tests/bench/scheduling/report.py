@@ -109,10 +109,8 @@ def _worst(loss: float, _: Results) -> float:
     return loss
 
 
-def tables(
-    results: Results, titles: Mapping[str, str], peers: Sequence[str], *, digits: int = 2
-) -> str:
-    """The figures of each load, with ratios to these peers; the verdicts, and how busy cores were.
+def tables(results: Results, titles: Mapping[str, str]) -> str:
+    """The figures of each load, with ratios to the peers; the verdicts, and how busy cores were.
 
     `titles`: those of the fronts.
     """
@@ -125,9 +123,9 @@ def tables(
             for figure in FIGURES:
                 value = results.median(load, front, figure)
                 ratios = [
-                    ratio(front, peer, load, figure, results) for peer in peers if peer != front
+                    ratio(front, peer, load, figure, results) for peer in PEERS if peer != front
                 ]
-                told = ", ".join(f"{one:.{digits}f}" for one in ratios if one is not None)
+                told = ", ".join(f"{one:.2f}" for one in ratios if one is not None)
                 percent = figure == "cached"
                 shown = "-" if value is None else f"{value:.1%}" if percent else number(value)
                 row.append(f"{shown} ({told})" if told else shown)
@@ -136,14 +134,9 @@ def tables(
     if verdicts := goals(results):
         rows = [goal.row(results) for goal in verdicts]
         parts.append(table(["target", "measured", "must", "aim", "kept"], rows))
-    rows = [
-        [load, *(_busy(results, load, front) for front in titles)]
-        for load in loads
-        if any(results.median(load, front, "load_busy") for front in titles)
-    ]
-    if rows:
-        head = "core busy, the busiest seed: front / nodes and clients / disturbed"
-        parts.append(table([head, *titles.values()], rows))
+    rows = [[load, *(_busy(results, load, front) for front in titles)] for load in loads]
+    head = "core busy, the busiest seed: front / nodes and clients / disturbed"
+    parts.append(table([head, *titles.values()], rows))
     return "\n\n".join([*parts, *invalid(results)]) + "\n"
 
 

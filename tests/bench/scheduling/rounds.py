@@ -76,7 +76,7 @@ class Rounds:
         async with AsyncExitStack() as stack:
             runs = [await self._started(stack, front, load, seed) for front in fronts]
             pairs = zip(runs, fronts, strict=True)
-            players = [Player(run.address, plan.scale, front.known) for run, front in pairs]
+            players = [Player([run.address], plan.scale, front.known) for run, front in pairs]
             await asyncio.gather(*(player.play(warm_up) for player in players))
             await asyncio.sleep(PAUSE / plan.scale)
             wall, load_cpu = time.perf_counter(), time.process_time()
