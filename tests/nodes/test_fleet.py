@@ -72,14 +72,8 @@ async def test_another_url_is_another_server_and_requests_end_on_the_old_one() -
         assert fleet.states("a") == ["starting", "ready", "starting", "ready"]
         assert lease.upstream is old.upstream
         assert not old.upstream.closed
-        # And back to the first URL, while the first request still runs there.
-        second = fleet["a"]
-        fleet.fleet.apply(inventory(a_spec(url=one.url)))
-        await fleet.until(lambda: second.upstream.closed)
-        assert not old.upstream.closed
         lease.release()
         await fleet.until(lambda: old.upstream.closed)
-        await fleet.until_state("a", NodeState.READY)
 
 
 @in_virtual_time
@@ -413,29 +407,25 @@ async def test_tokens_cost_what_the_cheapest_gpu_node_of_their_model_takes() -> 
 # Real servers.
 
 
-CHAT = {"messages": [{"role": "user", "content": "tell me"}], "stream": True, "max_tokens": 15_000}
-CONTEXT = 16_384
-REAL: dict[str, Any] = {"interval": 0.2, "timeout": 30.0}
-LIMIT = 120.0  # seconds
-
-
 @pytest.mark.real
 @pytest.mark.slow
 @pytest.mark.smoke
 async def test_the_properties_and_busy_slots_of_a_real_server_are_read() -> None:
-    with running_demo_servers(1, slots=2, context=CONTEXT) as [server]:
-        async with a_fleet(a_spec(url=server.url), **REAL) as fleet:
+    with running_demo_servers(1, slots=2, context=16_384) as [server]:
+        async with a_fleet(a_spec(url=server.url), interval=0.2, timeout=30.0) as fleet:
             node = fleet["a"]
             assert node.state is NodeState.READY
             facts = node.properties
-            assert (facts.slots, facts.context, facts.models) == (2, CONTEXT, ("demo",))
+            assert (facts.slots, facts.context, facts.models) == (2, 16_384, ("demo",))
             assert facts.slots_endpoint is True
             assert facts.template
             assert facts.vision is False
             assert facts.n_params
+            messages = [{"role": "user", "content": "tell me"}]
+            body = {"messages": messages, "stream": True, "max_tokens": 15_000}
             async with (
-                httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=LIMIT) as other,
-                other.stream("POST", "/v1/chat/completions", json=CHAT) as response,
+                httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=120) as other,
+                other.stream("POST", "/v1/chat/completions", json=body) as response,
             ):
                 parts = response.aiter_bytes()
                 await anext(parts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import tracemalloc
@@ -29,7 +28,6 @@ from gateway.nodes.server_properties import (
 )
 from gateway.nodes.state_files import (
     LARGEST_PROPERTIES_FILE,
-    OperatorOrders,
     PropertiesStore,
     StoredNames,
 )
@@ -408,34 +406,3 @@ def test_servers_that_left_long_ago_are_forgotten() -> None:
         store.record(a_spec(name), SAID)
     assert store.recall(a_spec("a")) == ServerProperties()
     assert store.recall(a_spec("c")) == SAID
-
-
-async def test_changes_are_saved_until_a_successor_takes_over(tmp_path: Path) -> None:
-    path = tmp_path / "seen.json"
-    store = PropertiesStore(path, save_after=0.0)
-    saving = asyncio.create_task(store.save_loop())
-    store.record(a_spec(), SAID)
-    async with asyncio.timeout(30):
-        while PropertiesStore(path).recall(a_spec()) != SAID:  # noqa: ASYNC110 - a thread writes it
-            await asyncio.sleep(0.005)
-    saving.cancel()
-    await asyncio.gather(saving, return_exceptions=True)
-    store.stop_saving()
-    store.record(a_spec(), ServerProperties(models=("other",)))
-    store.save()
-    assert PropertiesStore(path).recall(a_spec()) == SAID
-
-
-def test_operators_orders_last_over_a_restart_in_a_file_each(tmp_path: Path) -> None:
-    orders = OperatorOrders(lambda name: tmp_path / name)
-    orders.drained.keep("a")
-    orders.paused.keep("org/model:7b")
-    for model in ("r/a", "other"):
-        orders.pinned.keep(model)
-    orders.pinned.keep("other", kept=False)
-    orders.save()
-    assert {file.name for file in tmp_path.iterdir()} == {"drains", "paused", "pinned"}
-    again = OperatorOrders(lambda name: tmp_path / name)
-    assert again.drained.names == {"a"}
-    assert again.paused.names == {"org/model:7b"}
-    assert again.pinned.names == {"r/a"}

@@ -34,6 +34,7 @@ from gateway.schedule.core.autoscaling_policy import (
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
+from tests.processes import gone, wait_until_gone
 from tests.transport.raw import Peer, raw_server
 from tests.virtual import in_virtual_time
 
@@ -121,7 +122,7 @@ class Cloud:
         await peer.say(f"{head}Connection: close\r\n\r\n{body}".encode())
 
 
-@contextlib.asynccontextmanager
+@asynccontextmanager
 async def a_cloud() -> AsyncIterator[Cloud]:
     cloud = Cloud()
     async with raw_server(cloud.called) as server:
@@ -311,14 +312,6 @@ async def ran(hook: Hook, timeout: float = 120.0, **options: Any) -> HookEnded:
     return await run_hook(hook, "start", SPEC, timeout, time.monotonic, **options)
 
 
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
-
-
 def pid_in(path: Path) -> int:
     return int(path.read_text() or 0) if path.exists() else 0
 
@@ -378,7 +371,7 @@ async def test_a_command_that_takes_too_long_is_killed_with_its_children(tmp_pat
     assert result.outcome == "timeout"
     assert result.seconds < 300  # the child's 600 are not waited for
     pid = pid_in(child)
-    await until(lambda: not alive(pid))
+    wait_until_gone([pid])
 
 
 async def test_a_cancelled_command_leaves_no_process_behind(tmp_path: Path) -> None:
@@ -392,7 +385,7 @@ async def test_a_cancelled_command_leaves_no_process_behind(tmp_path: Path) -> N
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert not alive(pid_in(pid_file))
+    assert gone(pid_in(pid_file))
 
 
 async def test_a_server_that_a_command_leaves_behind_is_not_waited_for(tmp_path: Path) -> None:
@@ -401,7 +394,7 @@ async def test_a_server_that_a_command_leaves_behind_is_not_waited_for(tmp_path:
     hook = Hook(command=("sh", "-c", f"setsid sleep 600 & echo $! >{pid_file}"))
     assert (await ran(hook)).outcome == "ok"
     pid = pid_in(pid_file)
-    assert alive(pid)
+    assert not gone(pid)
     os.kill(pid, 9)
 
 
@@ -437,19 +430,19 @@ ALL = frozenset({"a", "b"})
 
 
 def off(name: str = "a", **keys: object) -> StandbyNode:
-    return replace(StandbyNode(name, LifecyclePhase.OFF, slots=2), **keys)  # type: ignore[arg-type]
+    return phase(LifecyclePhase.OFF, name, slots=2, **keys)
 
 
 def on(name: str = "a", **keys: object) -> StandbyNode:
-    return replace(StandbyNode(name, LifecyclePhase.ON, slots=2), **keys)  # type: ignore[arg-type]
+    return phase(LifecyclePhase.ON, name, slots=2, **keys)
 
 
 def waits(seconds: float, slots: int = 4) -> WaitingDemand:
     return WaitingDemand(ALL, seconds, slots)
 
 
-def verbs(actions: list[ScalingAction]) -> list[tuple[str, str]]:
-    return [(action.verb, action.name) for action in actions]
+def told(actions: list[ScalingAction]) -> list[str]:
+    return [f"{action.verb} {action.name}" for action in actions]
 
 
 def phase(phase: LifecyclePhase, name: str = "a", **keys: object) -> StandbyNode:
@@ -534,15 +527,15 @@ def test_what_is_decided_as_load_and_nodes_change(story: str) -> None:
     policy = AutoscalingPolicy()
     for now, nodes, demands, action in STORIES[story]:
         decided = policy.decide(nodes, demands, RULES, now)
-        assert [f"{one.verb} {one.name}" for one in decided] == [action] * bool(action), now
+        assert told(decided) == [action] * bool(action), now
 
 
 def test_the_minimum_runs_whatever_the_load_is_and_a_lower_maximum_retires_the_surplus() -> None:
     least, most = (RULES.model_copy(update={name: 1}) for name in ("min", "max"))
     policy = AutoscalingPolicy()
-    assert verbs(policy.decide([off(), off("b")], [], least, 0)) == [("start", "a")]
+    assert told(policy.decide([off(), off("b")], [], least, 0)) == ["start a"]
     for now in (0, 100):
         assert not policy.decide([on(), off("b")], [], least, now)
     assert not AutoscalingPolicy().decide([on(busy=2), off("b")], [UNSERVED], most, 0)
     surplus = [on(busy=1), on("b", busy=1)]
-    assert verbs(AutoscalingPolicy().decide(surplus, [], most, 0)) == [("retire", "a")]
+    assert told(AutoscalingPolicy().decide(surplus, [], most, 0)) == ["retire a"]

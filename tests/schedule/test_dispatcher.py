@@ -16,7 +16,6 @@ from gateway.schedule.candidates import HOPE_AWAITED, HOPE_UNKNOWN
 from gateway.schedule.core.dispatcher import MOST_COMPARED, MOST_DECLINES, Dispatcher, DispatchRules
 from gateway.schedule.core.requests import (
     EXPLORING_REQUESTS,
-    MOST_COMPARED_ROWS,
     NodeSlots,
     PlacementState,
     QueuedRequest,
@@ -25,18 +24,12 @@ from gateway.schedule.core.requests import (
 )
 from gateway.schedule.core.selection import (
     CostColumns,
-    LeastFinish,
-    available_rows,
-    compare,
-    cost_of_figures,
-    explore,
     row_cost,
     row_costs,
 )
 from gateway.schedule.core.wait_queue import MOST_ACCOUNTS, VirtualTokenCounters
 from gateway.terms import Priority
 from tests.each_case import each_case
-from tests.known import known
 from tests.schedule.build import a_request, a_scheduler, lease_at_once, node
 
 _numbers = itertools.count(1)
@@ -590,42 +583,6 @@ def test_how_many_requests_explore_a_node_of_unknown_speed(
     unknown(sim, hope=hope)
     sim.rows[1].set_slots(2, 2, foreign)
     assert explored(sim, **keys).total() == count
-
-
-@each_case("nodes", [1, 9, 300])
-def test_a_comparison_has_the_chosen_row_and_a_bounded_number_of_the_best(nodes: int) -> None:
-    rng = random.Random(nodes)
-    sim = QueueSimulation((2,) * nodes)
-    for row in sim.rows:
-        row.set_speed(rng.uniform(50, 500), rng.uniform(0.02, 0.2), 0.01)
-    for _ in range(nodes // 2):
-        sim.arrive(prompt_tokens=rng.uniform(1, 900))
-    queued = sim.request(prompt_tokens=400, completion_tokens=80)
-    policy, available = LeastFinish(sim.state), known(available_rows(sim.state, queued))
-    row = policy.choose(available, queued, 1.0, rng)
-    found = compare(available, queued, row, policy, 1.0)
-    names = [found.chosen.name, *(one.name for one in found.others)]
-    assert names[0] == row.name
-    assert len(set(names)) == len(names) == min(len(available.rows), MOST_COMPARED_ROWS)
-    assert (found.nodes.with_room, found.nodes.fleet) == (len(available.rows), nodes)
-    costs = sorted(row_cost(one, queued, 1.0) for one in available.rows)
-    kept = [cost_of_figures(found, one, 400, 80) for one in (found.chosen, *found.others)]
-    assert kept[0] == pytest.approx(costs[0])
-    assert sorted(kept) == pytest.approx(costs[: len(kept)])
-
-
-def test_the_figures_of_an_exploring_request_say_why_it_went_there() -> None:
-    sim = QueueSimulation((2, 2))
-    unknown(sim)
-    queued = sim.request(cached={0: 1500.0}, **WARM)
-    available = known(available_rows(sim.state, queued))
-    row = explore(available, queued, sim.rows[0], 0.0, random.Random(1))
-    assert row is sim.rows[1]
-    found = compare(available, queued, row, LeastFinish(sim.state), 0.0)
-    least, chosen = (
-        cost_of_figures(found, one, 1600.0, 40.0) for one in (found.others[0], found.chosen)
-    )
-    assert chosen == pytest.approx(least)
 
 
 def test_the_figures_of_a_row_are_made_anew_after_each_change() -> None:

@@ -19,7 +19,7 @@ from tests.bench import machine
 from tests.bench.machine import one_of, positive
 from tests.bench.report import finish
 from tests.bench.scheduling import report
-from tests.bench.scheduling.fronts import FRONTS, USUAL
+from tests.bench.scheduling.fronts import FRONTS
 from tests.bench.scheduling.report import LOADS
 from tests.bench.scheduling.rounds import WARM_UP, Plan, Rounds
 from tests.bench.scheduling.trace import Shape
@@ -34,7 +34,7 @@ def main(words: Sequence[str]) -> int:
     options = _parse(words)
     progress = Console(stderr=True, highlight=False, soft_wrap=True)
     targets = {name: front.target for name, front in FRONTS.items()}
-    fronts = machine.installed(targets, options.only, USUAL, progress)
+    fronts = machine.installed(targets, options.only, list(FRONTS), progress)
     cores = machine.two_cores(progress)
     if not fronts or not cores:
         return 2

@@ -113,4 +113,3 @@ FRONTS = {
 }
 OURS = ("gateway", "gateway-unknown")
 PEERS = ("nginx", "haproxy")
-USUAL = (*OURS, *PEERS)  # measured by default; all others only on demand
