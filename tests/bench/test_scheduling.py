@@ -19,8 +19,8 @@ from gateway.schedule.core.demand_model import DemandModel
 from gateway.schedule.core.requests import QueuedRequest
 from tests.bench.scheduling import report
 from tests.bench.scheduling.fronts import FAST, FLEET, FRONTS, PEERS, SLOTS, Speed, nodes
-from tests.bench.scheduling.play import UNKNOWN, Player, Record, as_emulated, ask, chat_body
-from tests.bench.scheduling.report import MARKS, Played
+from tests.bench.scheduling.play import UNKNOWN, Played, Player, Record, as_emulated, ask, chat_body
+from tests.bench.scheduling.report import MARKS
 from tests.bench.scheduling.trace import Shape, make, session_rate
 from tests.edges.edge_beside import a_brain, an_edge
 from tests.emulator import EmulatedNode

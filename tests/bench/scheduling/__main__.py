@@ -20,8 +20,7 @@ from tests.bench.machine import one_of, positive
 from tests.bench.report import finish
 from tests.bench.scheduling import report
 from tests.bench.scheduling.fronts import FRONTS
-from tests.bench.scheduling.report import LOADS
-from tests.bench.scheduling.rounds import WARM_UP, Plan, Rounds
+from tests.bench.scheduling.play import LOADS, WARM_UP, Plan, Rounds
 from tests.bench.scheduling.trace import Shape
 from tests.bench.targets import TargetError
 

@@ -1,20 +1,36 @@
-"""Plays a trace against one front: sessions side by side, turns one after the other."""
+"""Plays traces against fronts: every load and seed, all fronts at once, turn after turn.
+
+Each front has a fleet of its own. The fleets sleep rather than compute, so that all fronts can be
+compared under the very same disturbances of the machine, with both cores mostly idle (the report
+tells how busy they were).
+
+Before each measured trace a warm-up is played against every front alike: shorter, with other
+words, other tenants and the same lengths. So learnt speeds and lengths are there, as in a gateway
+that has run for a while; nothing of the measured prompts is in any cache.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import httpx
+from rich.console import Console
 
 from tests.bench.load import Address
-from tests.bench.scheduling.fronts import MODEL
-from tests.bench.scheduling.trace import Trace, Turn
+from tests.bench.machine import cpu_seconds, waited_seconds
+from tests.bench.scheduling.fronts import FLEET, MODEL, Front, nodes
+from tests.bench.scheduling.trace import Shape, Trace, Turn, make, session_rate
+from tests.bench.targets import Running, running
 from tests.emulator import expected_chat_text
 from tests.gateways import NO_TLS
 
@@ -86,6 +102,9 @@ async def _read(reply: httpx.Response, answer: Answer, clock: Callable[[], float
     return "" if answer.first else "a stream without text"
 
 
+CAPACITY = "capacity"
+LOADS = {"light": 0.5, CAPACITY: 1.0, "above": 1.5}
+"""Loads as shares of the fleet's capacity (`trace.py`)."""
 UNKNOWN = 4096  # `max_tokens` of a client that doesn't know how long its answer will be
 
 
@@ -102,6 +121,26 @@ class Record:
     cached: int
     completion: int
     problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """One trace played against one front."""
+
+    front: str
+    load: str
+    seed: int
+    records: list[Record] = field(repr=False)
+    front_busy: float = 0.0
+    """Share of its core that was in use, by the front and what ran beside it."""
+    load_busy: float = 0.0  # share of the other core that nodes and clients used
+    disturbed: float = 0.0
+    """Share of the time that a process, on average, was ready to run but had no core."""
+
+
+def mean(records: Sequence[Record]) -> float:
+    """The mean seconds from a request to the end of its answer."""
+    return fmean(record.took for record in records)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,3 +202,91 @@ def as_emulated(messages: list[dict[str, Any]], turn: Turn, answer: Answer) -> s
     if answer.text != expected_chat_text(messages, turn.answer_tokens):
         return "another text"
     return ""
+
+
+WARM_UP = Shape(sessions=18, turns=2)
+PAUSE = 5.0  # seconds of the fleet's time between the warm-up's last answer and the trace
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is played, by a real or a virtual clock."""
+
+    loads: Sequence[str]
+    seeds: int
+    scale: float
+    folder: Path
+    shape: Shape
+    warm_up: Shape
+
+    def traces(self, load: str, seed: int) -> tuple[Trace, Trace]:
+        """The warm-up and the measured trace."""
+        full = session_rate(make(f"{seed}", 1.0, self.shape), FLEET)
+        trace = make(f"{seed}", full * LOADS[load], self.shape)
+        return make(f"warm-up {seed}", full, self.warm_up), trace
+
+
+@dataclass(slots=True)
+class Rounds:
+    """Plays a plan against fronts that are processes."""
+
+    plan: Plan
+    fronts: Sequence[Front]
+    core: int
+    progress: Console
+
+    async def play(self) -> list[Played]:
+        """Play everything; one result for each load, seed and front."""
+        played = []
+        for seed in range(1, self.plan.seeds + 1):
+            for load in self.plan.loads:
+                turn = seed % len(self.fronts)
+                order = [*self.fronts[turn:], *self.fronts[:turn]]
+                played += await self._group(order, load, seed)
+        order_of = [front.name for front in self.fronts]
+        return sorted(played, key=lambda p: (order_of.index(p.front), p.seed))
+
+    async def _group(self, fronts: Sequence[Front], load: str, seed: int) -> list[Played]:
+        began, plan = time.monotonic(), self.plan
+        warm_up, trace = plan.traces(load, seed)
+        async with AsyncExitStack() as stack:
+            runs = [await self._started(stack, front, load, seed) for front in fronts]
+            pairs = zip(runs, fronts, strict=True)
+            players = [Player([run.address], plan.scale, front.known) for run, front in pairs]
+            await asyncio.gather(*(player.play(warm_up) for player in players))
+            await asyncio.sleep(PAUSE / plan.scale)
+            wall, load_cpu = time.perf_counter(), time.process_time()
+            waited = waited_seconds(os.getpid())
+            cpu = [cpu_seconds(run.pid) if run.pid else 0.0 for run in runs]
+            records = await asyncio.gather(*(player.play(trace) for player in players))
+            wall = time.perf_counter() - wall
+            played = [
+                Played(
+                    front=front.name,
+                    load=load,
+                    seed=seed,
+                    records=found,
+                    front_busy=(cpu_seconds(run.pid) - before) / wall if run.pid else 0.0,
+                    load_busy=(time.process_time() - load_cpu) / wall,
+                    disturbed=(waited_seconds(os.getpid()) - waited) / wall / (len(runs) + 1),
+                )
+                for front, run, before, found in zip(fronts, runs, cpu, records, strict=True)
+            ]
+        tell(self.progress, played, began)
+        return played
+
+    async def _started(self, stack: AsyncExitStack, front: Front, load: str, seed: int) -> Running:
+        fleet = await stack.enter_async_context(nodes(scale=self.plan.scale))
+        folder = self.plan.folder / f"{front.name}-{load}-{seed}"
+        folder.mkdir()
+        ports = tuple(node.port for node in fleet)
+        return await stack.enter_async_context(running(front.target, folder, ports, self.core))
+
+
+def tell(progress: Console, played: Sequence[Played], began: float) -> None:
+    """Print the mean completion of each front that has played a trace."""
+    means = ", ".join(f"{one.front} {mean(one.records):.2f}" for one in played)
+    failed = sum(bool(record.problem) for one in played for record in one.records)
+    problems = f", {failed} requests FAILED" if failed else ""
+    where, took = f"seed {played[0].seed}, {played[0].load}", time.monotonic() - began
+    progress.print(f"{where}: mean completion {means}{problems}  [{took:.0f} s]")

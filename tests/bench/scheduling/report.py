@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from statistics import fmean
 
 from tests.bench.report import Goal, Results, Sample, invalid, number, table
 from tests.bench.scenarios import quantile
 from tests.bench.scheduling.fronts import OURS, PEERS
-from tests.bench.scheduling.play import Record
+from tests.bench.scheduling.play import CAPACITY, LOADS, Played, mean
 
-CAPACITY = "capacity"
-LOADS = {"light": 0.5, CAPACITY: 1.0, "above": 1.5}
-"""Loads as shares of the fleet's capacity (`trace.py`)."""
 MARKS = ("<!-- bench-scheduling: begin -->", "<!-- bench-scheduling: end -->")
 FIGURES = {
     "mean": "mean completion, s",
@@ -28,26 +23,6 @@ GOALS = (("mean", 0.60, 0.50), ("ttft_p95", 0.50, 0.35))
 """Figures with what their ratio to nginx at capacity must be, and what it shall be."""
 WORSE = 0.05  # the most by which a figure may be worse than another proxy's
 BUSY = ("front_busy", "load_busy", "disturbed")
-
-
-@dataclass(frozen=True, slots=True)
-class Played:
-    """One trace played against one front."""
-
-    front: str
-    load: str
-    seed: int
-    records: list[Record] = field(repr=False)
-    front_busy: float = 0.0
-    """Share of its core that was in use, by the front and what ran beside it."""
-    load_busy: float = 0.0  # share of the other core that nodes and clients used
-    disturbed: float = 0.0
-    """Share of the time that a process, on average, was ready to run but had no core."""
-
-
-def mean(records: Sequence[Record]) -> float:
-    """The mean seconds from a request to the end of its answer."""
-    return fmean(record.took for record in records)
 
 
 def pooled(played: Sequence[Played]) -> Results:
