@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any, Self
 
 import pytest
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.lease import NOTHING_TRIED, LeaseCaller, LeaseRequest, PromptKey, Tried
-from gateway.nodes.node import Node
 from gateway.schedule.admission import (
     DEFAULT_RETRY_AFTER,
     RATE_WINDOW,
@@ -445,24 +443,17 @@ def test_which_requests_may_yield(fields: dict[str, Any], waiting: Priority, yie
 # When the scheduler asks running requests to yield, and which of them.
 
 
-@dataclass
 class World:
-    """A scheduler over these nodes; requests that are asked to yield do, unless they are stubborn.
+    """A node and its scheduler; requests that are asked to yield do, unless they are stubborn.
 
     Their slots are free when `release` is called.
     """
 
-    nodes: tuple[Node, ...]
-    settings: dict[str, Any] = field(default_factory=dict)
-    clock: Clock = field(default_factory=Clock)
-    stubborn: set[str] = field(default_factory=set)
-    asked: list[str] = field(default_factory=list)
-    rows: dict[str, LeaseRecord] = field(default_factory=dict)
-    scheduler: Scheduler = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, slots: int, **settings: Any) -> None:
+        self.clock, self.stubborn, self.asked = Clock(), set[str](), list[str]()
+        self.rows: dict[str, LeaseRecord] = {}
         self.scheduler = a_scheduler(
-            *self.nodes, clock=self.clock, yield_slot=self.ask, **self.settings
+            node(slots=slots), clock=self.clock, yield_slot=self.ask, **settings
         )
 
     def ask(self, request_id: str) -> bool:
@@ -490,7 +481,7 @@ class World:
 async def test_a_request_that_would_wait_gets_the_slot_of_the_row_that_is_cheapest_to_repeat() -> (
     None
 ):
-    world = World((node("a", slots=3),))
+    world = World(3)
     long = world.row(exact_tokens=2000, prompt_tokens=2000)
     short = world.row()
     other = world.row(exact_tokens=500, prompt_tokens=500)
@@ -508,7 +499,7 @@ async def test_a_request_that_would_wait_gets_the_slot_of_the_row_that_is_cheape
 
 
 async def test_neither_clients_nor_leases_that_have_ended_are_asked() -> None:
-    world = World((node("a", slots=1),))
+    world = World(1)
     ended = known(world.scheduler.lease_now(a_request(priority=BATCH, yields=True, stream=True)))
     assert set(world.scheduler.yielding) == {ended.id}
     world.scheduler.release_unused(ended.id)
@@ -521,7 +512,7 @@ async def test_neither_clients_nor_leases_that_have_ended_are_asked() -> None:
 
 
 async def test_a_row_that_refuses_is_not_asked_again_and_the_next_one_is() -> None:
-    world = World((node("a", slots=2),))
+    world = World(2)
     first = world.row()
     second = world.row(exact_tokens=300, prompt_tokens=300)
     world.stubborn.add(first.id)
@@ -532,7 +523,7 @@ async def test_a_row_that_refuses_is_not_asked_again_and_the_next_one_is() -> No
 
 
 async def test_a_row_in_prefill_is_asked_once_it_decodes() -> None:
-    world = World((node("a", slots=1),))
+    world = World(1)
     row = world.row(decodes=False)
     await start_lease(world.scheduler, a_request())
     assert world.asked == []
@@ -543,7 +534,7 @@ async def test_a_row_in_prefill_is_asked_once_it_decodes() -> None:
 
 
 async def test_waiting_work_that_is_raised_goes_before_lower_classes() -> None:
-    world = World((node("a", slots=1),))
+    world = World(1)
     running = lease_at_once(world.scheduler, a_request())
     plain = await start_lease(world.scheduler, a_request(priority=BATCH))
     request = a_request(priority=BATCH, yields=True)
@@ -561,7 +552,7 @@ async def test_waiting_work_that_is_raised_goes_before_lower_classes() -> None:
 
 
 async def test_patient_work_waits_whatever_is_predicted_until_its_time_limit() -> None:
-    world = World((node("a", slots=1),), {"queue": {"max_wait": 2}})
+    world = World(1, queue={"max_wait": 2})
     lease_at_once(world.scheduler, a_request())
     patient = await start_lease(world.scheduler, a_request(patient=True, time_limit=60.0))
     world.clock.passes(50.0)
