@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import platform
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from tests.bench.load import Address
 from tests.bench.report import BEGIN, END, GOALS, Results, Sample
 from tests.bench.scenarios import Sizes, catalogue, chat_load, plain_load, stream_load
 from tests.bench.upstream import Script, Upstream
-from tests.known import known
+from tests.transport.raw import Peer, raw_server
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 50.0
@@ -32,21 +31,15 @@ GOOD = node_replies.plain_response(node_replies.EMBEDDING)
 async def answering(replies: Iterable[bytes], *, close: bool = False) -> AsyncIterator[Address]:
     """A server that gives these answers, one after the other."""
     left = iter(replies)
-    tasks: set[asyncio.Task[None]] = set()
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        tasks.add(known(asyncio.current_task()))
-        with suppress(asyncio.IncompleteReadError, ConnectionError):
-            while await reader.readuntil(b"}"):
-                writer.write(next(left))
-                await writer.drain()
-                if close:
-                    break
-        writer.close()
+    async def script(peer: Peer) -> None:
+        while await peer.request():
+            await peer.say(next(left))
+            if close:
+                break
 
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        yield server.sockets[0].getsockname()[:2]
-        await asyncio.wait(tasks, timeout=LIMIT)
+    async with raw_server(script) as server:
+        yield "127.0.0.1", server.port
 
 
 @pytest.mark.parametrize("interval", [0.0, 0.002], ids=["at once", "in time"])

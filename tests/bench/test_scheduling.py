@@ -13,10 +13,7 @@ from typing import Any
 
 import pytest
 
-from gateway.lease import LeaseRequest, UsageReport
 from gateway.local.server import claim_port, claimed_port
-from gateway.schedule.core.demand_model import DemandModel
-from gateway.schedule.core.requests import QueuedRequest
 from tests.bench.scheduling import report
 from tests.bench.scheduling.fronts import FAST, FLEET, FRONTS, PEERS, SLOTS, Speed, nodes
 from tests.bench.scheduling.play import UNKNOWN, Played, Player, Record, as_emulated, ask, chat_body
@@ -26,6 +23,7 @@ from tests.edges.edge_beside import a_brain, an_edge
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway
 from tests.known import known
+from tests.schedule.build import noted_beliefs
 from tests.virtual import VirtualLoop, in_virtual_time, now
 
 ROOT = Path(__file__).parents[2]
@@ -159,28 +157,13 @@ async def test_nodes_have_cached_what_they_are_believed_to_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Above capacity conversations wait for busy nodes, and go as soon as an answer has ended."""
-    beliefs: list[tuple[float, float]] = []
-    learn = DemandModel.learn
-
-    def noting(
-        self: DemandModel,
-        placement: QueuedRequest | None,
-        request: LeaseRequest,
-        report: UsageReport,
-        learn_sizes: bool = True,
-    ) -> None:
-        placed = known(placement)
-        believed = placed.cached.get(placed.row.index, 0.0)
-        beliefs.append((believed, known(report.reported).cached_tokens))
-        learn(self, placed, request, report, learn_sizes)
-
-    monkeypatch.setattr(DemandModel, "learn", noting)
+    beliefs = noted_beliefs(monkeypatch)
     records = await above_capacity(tmp_path)
     assert [record.problem for record in records if record.problem] == []
     assert len(beliefs) == len(records) == 64
-    assert [one for one in beliefs if abs(one[0] - one[1]) > NEAR] == []
+    assert [one for one in beliefs if abs(one.believed - one.cached) > NEAR] == []
     # It is about caches only where most prompts are found in one, and under load where some wait.
-    assert sum(found > NEAR for _, found in beliefs) > 32
+    assert sum(one.cached > NEAR for one in beliefs) > 32
     assert sum(record.ttft > 1.0 for record in records) > 16
 
 

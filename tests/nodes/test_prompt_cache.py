@@ -7,7 +7,6 @@ import random
 import tracemalloc
 from array import array
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,10 @@ from gateway.nodes.prompt_cache import (
     KeptPrompt,
     PromptTree,
 )
-from gateway.request.prompt_key import BLOCK_BYTES
-from gateway.schedule.core.demand_model import DemandModel
 from tests.calls import count_calls
 from tests.each_case import each_case
 from tests.gateways import Running, running_gateway
+from tests.schedule.build import noted_beliefs
 from tests.servers import running_demo_servers
 
 BLOCK = 100.0
@@ -422,32 +420,13 @@ def test_the_prefix_without_a_hit_for_longest_makes_room() -> None:
 # What is predicted of a real server behind a gateway.
 
 
-@dataclass(slots=True)
-class Turn:
-    believed: float
-    cached: int
-    prompt: int
-    block: float
-    """Tokens of one block."""
-
-
 @pytest.mark.real
 @pytest.mark.slow
 @pytest.mark.smoke
 async def test_a_growing_conversation_is_found_after_other_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    turns: list[Turn] = []
-    learn = DemandModel.learn
-
-    def noting(model: Any, placement: Any, request: Any, report: Any, *more: Any) -> None:
-        used = report.reported
-        block = used.prompt_tokens * BLOCK_BYTES / request.size.prompt_key.size
-        believed = placement.cached.get(placement.row.index, 0.0)
-        turns.append(Turn(believed, used.cached_tokens, used.prompt_tokens, block))
-        learn(model, placement, request, report, *more)
-
-    monkeypatch.setattr(DemandModel, "learn", noting)
+    turns = noted_beliefs(monkeypatch)
     talks: list[str] = []
 
     async def say(running: Running, name: str, messages: list[dict[str, Any]]) -> None:

@@ -422,20 +422,6 @@ def chat(index: ModelIndex, model: str, **more: Any) -> tuple[Node, ...]:
     return index.capable_nodes(model, "chat", **{"vision": False, "native": False, **more})
 
 
-def test_a_model_has_the_nodes_that_declare_or_report_it() -> None:
-    declares, reports, other = (
-        a_node(name="a", models={"m": "own"}, slots=2, context=4096),
-        a_node(name="b", slots=5),
-        a_node(name="c", models={"n": "n"}),
-    )
-    reports.properties.models = ("m",)
-    index = an_index(declares, reports, other, a_node(models={"off": "off"}, enabled=False))
-    assert index.nodes_for("m") == (declares, reports)
-    assert index.model_names() == ("m", "n")
-    assert (index.serves("m"), index.serves("own")) == (True, False)
-    assert names(chat(index, "m")) == ["a", "b"]
-
-
 def test_nodes_that_cannot_do_what_is_wanted_are_left_out() -> None:
     blind = a_node(name="a", models={"m": "m"}, endpoints=["chat"])
     hosted = a_node(name="b", models={"m": "m"}, kind="openai")

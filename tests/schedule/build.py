@@ -6,7 +6,10 @@ import asyncio
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
+
+import pytest
 
 from gateway.config.settings import Settings
 from gateway.events import EventBus
@@ -15,6 +18,8 @@ from gateway.nodes.fleet import Fleet
 from gateway.nodes.node import Node
 from gateway.nodes.server_properties import ServerProperties
 from gateway.nodes.state_files import OperatorOrders
+from gateway.request.prompt_key import BLOCK_BYTES
+from gateway.schedule.core.demand_model import DemandModel
 from gateway.schedule.scheduler import LeaseRecord, Scheduler
 from tests.known import known
 from tests.lease_requests import a_lease_request
@@ -119,3 +124,29 @@ async def start_lease(
     task = asyncio.create_task(take_lease(scheduler, request, *tried, **more))
     await settle()
     return task
+
+
+@dataclass(slots=True)
+class Belief:
+    """The tokens of a prompt that its node was believed to have cached, and had."""
+
+    believed: float
+    cached: float
+    prompt: float
+    block: float  # tokens of one block
+
+
+def noted_beliefs(monkeypatch: pytest.MonkeyPatch) -> list[Belief]:
+    """Note one for each request that ends from now on."""
+    found: list[Belief] = []
+    learn = DemandModel.learn
+
+    def noting(model: DemandModel, placement: Any, request: Any, report: Any, *more: Any) -> None:
+        used = report.reported
+        block = used.prompt_tokens * BLOCK_BYTES / request.size.prompt_key.size
+        believed = placement.cached.get(placement.row.index, 0.0)
+        found.append(Belief(believed, used.cached_tokens, used.prompt_tokens, block))
+        learn(model, placement, request, report, *more)
+
+    monkeypatch.setattr(DemandModel, "learn", noting)
+    return found

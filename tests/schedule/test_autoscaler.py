@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from socket import socket
 from typing import Any
 
 import httpx
@@ -21,7 +19,6 @@ from pydantic import SecretStr
 from gateway.config.inventory import NodeSpec
 from gateway.config.scheduling import ElasticSettings, Hook
 from gateway.events import HookEnded
-from gateway.local.server import claim_port, claimed_port
 from gateway.nodes.lifecycle import LifecyclePhase
 from gateway.nodes.node import NodeState
 from gateway.schedule.autoscaler import MOST_OUTPUT, run_hook
@@ -39,7 +36,6 @@ from tests.transport.raw import Peer, raw_server
 from tests.virtual import in_virtual_time
 
 MODEL = "demo"
-HOST = "127.0.0.1"
 BOOT = 0.7
 """Seconds from a call until the server listens."""
 ELASTIC = {
@@ -51,14 +47,11 @@ ELASTIC = {
 class Machine:
     """A machine that is off until it is started. It records its calls in `orders`."""
 
-    options: dict[str, Any]
-    claim: socket
-    """Reserves its port while it is off."""
+    node: EmulatedNode
     orders: list[str] = field(default_factory=list)
     answers: dict[str, tuple[float, int, str]] = field(default_factory=dict)
     """For `start` or `stop`: an answer (seconds, status, body) that replaces the action."""
-    _node: EmulatedNode | None = None
-    _booting: asyncio.Task[None] | None = None
+    booting: asyncio.Task[None] | None = None
 
     async def obey(self, order: str) -> tuple[int, str]:
         """Status and body of the answer."""
@@ -67,53 +60,40 @@ class Machine:
             seconds, status, body = self.answers[order]
             await asyncio.sleep(seconds)
             return status, body
+        if self.booting is not None:
+            self.booting.cancel()
         if order == "start":
-            self._booting = asyncio.create_task(self._boot())
+            self.booting = asyncio.create_task(self.boot())
         else:
-            await self.end()
+            await self.node.kill()
         return 200, "as you like"
 
-    async def _boot(self) -> None:
+    async def boot(self) -> None:
         await asyncio.sleep(BOOT)
-        port = claimed_port(self.claim)
-        self._node = await EmulatedNode(port=port, model=MODEL, **self.options).__aenter__()
-
-    async def end(self) -> None:
-        """Stop it, even while it starts."""
-        if self._booting is not None:
-            self._booting.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._booting
-        if self._node is not None:
-            await self._node.__aexit__()
-            self._node = None
+        await self.node.revive()
 
 
 @dataclass(slots=True)
 class Cloud:
-    """Its machines by name, to which a test adds."""
+    """Machines that are started and stopped by HTTP calls: `POST /start/NAME`, `/stop/NAME`."""
 
-    port: int = 0
+    stack: AsyncExitStack
+    hooks: str = ""
     machines: dict[str, Machine] = field(default_factory=dict)
 
-    def machine(self, name: str, **options: Any) -> Machine:
+    async def machine(self, name: str, **options: Any) -> Machine:
         """Add a machine; `options` are those of the emulated node."""
-        made = self.machines[name] = Machine(options, claim_port(HOST))
+        node = await self.stack.enter_async_context(EmulatedNode(model=MODEL, **options))
+        await node.kill()
+        made = self.machines[name] = Machine(node)
         return made
 
     def node(self, name: str, **keys: Any) -> dict[str, Any]:
         """A machine's entry in the inventory, with these further keys."""
-        hook = f"http://{HOST}:{self.port}"
-        return {
-            "name": name,
-            "url": f"http://{HOST}:{claimed_port(self.machines[name].claim)}",
-            "standby": True,
-            "model": MODEL,
-            "slots": 2,
-            "start": {"url": f"{hook}/start/{name}"},
-            "stop": {"url": f"{hook}/stop/{name}"},
-            **keys,
-        }
+        url, calls = self.machines[name].node.url, ("start", "stop")
+        hooks = {call: {"url": f"{self.hooks}/{call}/{name}"} for call in calls}
+        known = {"name": name, "url": url, "standby": True, "model": MODEL, "slots": 2}
+        return {**known, **hooks, **keys}
 
     async def called(self, peer: Peer) -> None:
         _, order, name = (await peer.request()).split()[1].decode().split("/")
@@ -124,13 +104,11 @@ class Cloud:
 
 @asynccontextmanager
 async def a_cloud() -> AsyncIterator[Cloud]:
-    cloud = Cloud()
-    async with raw_server(cloud.called) as server:
-        cloud.port = server.port
-        yield cloud
-    for machine in cloud.machines.values():
-        await machine.end()
-        machine.claim.close()
+    async with AsyncExitStack() as stack:
+        cloud = Cloud(stack)
+        async with raw_server(cloud.called) as server:
+            cloud.hooks = f"http://127.0.0.1:{server.port}"
+            yield cloud
 
 
 # A gateway over standby nodes.
@@ -167,7 +145,10 @@ async def until_state(running: Running, name: str, state: NodeState) -> None:
 async def test_a_burst_starts_standby_nodes_and_afterwards_they_are_stopped(tmp_path: Path) -> None:
     fast: dict[str, Any] = {"decode_tps": 20.0, "prefill_tps": 500.0}
     async with a_cloud() as cloud, EmulatedNode(slots=1, model=MODEL, **fast) as base:
-        first, second = cloud.machine("spare-1", **fast), cloud.machine("spare-2", **fast)
+        first, second = (
+            await cloud.machine("spare-1", **fast),
+            await cloud.machine("spare-2", **fast),
+        )
         nodes = [
             {"name": "base", "url": base.url},
             cloud.node("spare-1"),
@@ -206,7 +187,7 @@ async def one_standby(folder: Path, cloud: Cloud, chosen: dict[str, Any]) -> Asy
 @in_virtual_time
 async def test_a_client_with_a_deadline_before_the_start_gets_retry_after(tmp_path: Path) -> None:
     async with a_cloud() as cloud:
-        cloud.machine("spare").answers["start"] = (20.0, 200, "")
+        (await cloud.machine("spare")).answers["start"] = (20.0, 200, "")
         chosen = settings() | {"queue": {"max_wait": 1.0}}
         async with one_standby(tmp_path, cloud, chosen) as running:
             answer = await ask(running)
@@ -221,7 +202,7 @@ async def test_a_client_with_a_deadline_before_the_start_gets_retry_after(tmp_pa
 @in_virtual_time
 async def test_a_failed_start_hook_is_reported_and_not_tried_again_at_once(tmp_path: Path) -> None:
     async with a_cloud() as cloud:
-        spare = cloud.machine("spare")
+        spare = await cloud.machine("spare")
         spare.answers["start"] = (0.1, 503, "no capacity in this zone")
         chosen = settings(backoff=60.0) | {"retries": {"wait_for_node": 2.0}}
         async with one_standby(tmp_path, cloud, chosen) as running:
@@ -245,7 +226,7 @@ async def test_a_stop_hook_that_fails_is_tried_again_and_the_node_counts_as_runn
     tmp_path: Path,
 ) -> None:
     async with a_cloud() as cloud:
-        spare = cloud.machine("spare")
+        spare = await cloud.machine("spare")
         spare.answers["stop"] = (0.1, 503, "not now")
         async with one_standby(tmp_path, cloud, settings()) as running:
             assert (await ask(running)).status_code == 200
@@ -261,7 +242,7 @@ async def test_a_stop_hook_that_fails_is_tried_again_and_the_node_counts_as_runn
 @in_virtual_time
 async def test_a_restarted_gateway_finds_the_running_nodes(tmp_path: Path) -> None:
     async with a_cloud() as cloud:
-        first, second = cloud.machine("spare-1"), cloud.machine("spare-2")
+        first, second = await cloud.machine("spare-1"), await cloud.machine("spare-2")
         nodes = [cloud.node("spare-1"), cloud.node("spare-2")]
         chosen = settings(min=1)
         async with running_gateway(tmp_path, nodes, chosen, wait_ready=False) as running:
@@ -278,7 +259,7 @@ async def test_a_restarted_gateway_finds_the_running_nodes(tmp_path: Path) -> No
 @in_virtual_time
 async def test_a_node_finishes_its_requests_before_it_is_stopped(tmp_path: Path) -> None:
     async with a_cloud() as cloud, EmulatedNode(slots=2, model=MODEL) as base:
-        spare = cloud.machine("spare", decode_tps=20.0, answer_tokens=100)
+        spare = await cloud.machine("spare", decode_tps=20.0, answer_tokens=100)
         nodes = [{"name": "base", "url": base.url}, cloud.node("spare")]
         chosen = settings(min=1, stop_after=0.5)
         async with running_gateway(tmp_path, nodes, chosen) as running:
