@@ -128,7 +128,7 @@ def test_a_request_goes_to_the_tiers_of_its_class_and_elsewhere_for_a_reason(
     spills = reason in {"cpu_wait", "cpu_down"}
     assert (found.reservation is not None) is spills
     if "spill" in keys:
-        assert _running(rules) == spills
+        assert spill_view(rules)["running"] == spills
 
 
 @each_case(
@@ -168,10 +168,10 @@ def test_spending_survives_a_reload_that_switches_spill_over_off_and_on() -> Non
     assert route(rules, Priority.NORMAL, FREE, BUSY, now=3611.0).tiers == ("gpu",)
 
 
-def _running(rules: TierPolicy) -> object:
-    shown = rules.view(0.0)["spill"]
+def spill_view(rules: TierPolicy, now: float = 0.0) -> dict[str, Any]:
+    shown = rules.view(now)["spill"]
     assert isinstance(shown, dict)
-    return shown["running"]
+    return shown
 
 
 WINDOW = 60.0
@@ -540,10 +540,8 @@ async def test_each_class_keeps_to_its_tiers_and_spill_over_to_its_budget(tmp_pa
         assert 1 <= tiers(answers)["gpu"] <= 5 - paid
         assert {one.fallback for one in answers if one.tier == "gpu"} == {"cpu_wait"}
         policy = site.running.gateway.scheduler.tier_policy
-        await until(lambda: _running(policy) == 0)
-        shown = policy.view(now())["spill"]
-        assert isinstance(shown, dict)
-        assert shown["spilled"] == paid + tiers(answers)["gpu"]
+        await until(lambda: spill_view(policy)["running"] == 0)
+        assert spill_view(policy, now())["spilled"] == paid + tiers(answers)["gpu"]
 
         await site.reload(share=1)
         assert tiers(await site.asked(3, "batch")) == {"cpu": 3}
