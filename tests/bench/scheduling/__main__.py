@@ -20,7 +20,7 @@ from tests.bench.machine import one_of, positive
 from tests.bench.report import finish
 from tests.bench.scheduling import report
 from tests.bench.scheduling.fronts import FRONTS
-from tests.bench.scheduling.play import LOADS, WARM_UP, Plan, Rounds
+from tests.bench.scheduling.play import LOADS, WARM_UP, Rounds
 from tests.bench.scheduling.trace import Shape
 from tests.bench.targets import TargetError
 
@@ -39,13 +39,21 @@ def main(words: Sequence[str]) -> int:
         return 2
     folder = Path(tempfile.mkdtemp(prefix="llama-gateway-bench-"))
     command = shlex.join(["python", "-m", "tests.bench.scheduling", *words])
-    facts = machine.facts(sorted({targets[one].name for one in fronts if one in targets}), progress)
-    plan = _plan(options, folder)
-    facts |= {
-        "seeds": str(plan.seeds),
-        "scale": f"{plan.scale:g} seconds of the fleet's time in one of the clock's",
-    }
-    rounds = Rounds(plan, [FRONTS[name] for name in fronts], cores[0], progress)
+    facts = machine.facts(sorted({targets[one].name for one in fronts}), progress)
+    quick = options.quick
+    rounds = Rounds(
+        [FRONTS[name] for name in fronts],
+        loads=options.loads or (("capacity",) if quick else tuple(LOADS)),
+        seeds=options.seeds or (1 if quick else SEEDS),
+        scale=options.scale or (QUICK_SCALE if quick else 1.0),
+        shape=QUICK if quick else Shape(),
+        warm_up=QUICK if quick else WARM_UP,
+        folder=folder,
+        core=cores[0],
+        progress=progress,
+    )
+    scale = f"{rounds.scale:g} seconds of the fleet's time in one of the clock's"
+    facts |= {"seeds": str(rounds.seeds), "scale": scale}
     try:  # with this process, which has the emulated nodes, on the second core
         results = report.pooled(machine.run_beside(rounds.play(), cores))
     except TargetError as error:
@@ -55,18 +63,6 @@ def main(words: Sequence[str]) -> int:
     setting = {"command": command, "machine": facts}
     tables, goals = report.tables(results, titles), report.goals(results)
     return finish(options, results, goals, tables, folder, setting, report.MARKS)
-
-
-def _plan(options: argparse.Namespace, folder: Path) -> Plan:
-    quick = options.quick
-    return Plan(
-        loads=options.loads or (("capacity",) if quick else tuple(LOADS)),
-        seeds=options.seeds or (1 if quick else SEEDS),
-        scale=options.scale or (QUICK_SCALE if quick else 1.0),
-        folder=folder,
-        shape=QUICK if quick else Shape(),
-        warm_up=QUICK if quick else WARM_UP,
-    )
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
@@ -79,18 +75,11 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     add("--loads", type=one_of(list(LOADS)), help=f"of {','.join(LOADS)}; default: all")
     add("--seeds", type=positive, help=f"default {SEEDS}, with --quick 1")
     scale = f"times as fast as life, default 1, with --quick {QUICK_SCALE:g}"
-    add("--scale", type=_factor, help=scale)
+    add("--scale", type=float, help=scale)
     add("--quick", action="store_true", help="a small trace at capacity, to check the harness")
-    add("--json", type=Path, help="write requests, figures and verdicts to this file")
+    add("--json", type=Path, help="write figures and verdicts to this file")
     add("--markdown", type=Path, help="write the tables between the markers of this page")
     return parser.parse_args(words)
-
-
-def _factor(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 100:
-        raise ValueError(text)
-    return value
 
 
 if __name__ == "__main__":

@@ -209,37 +209,24 @@ PAUSE = 5.0  # seconds of the fleet's time between the warm-up's last answer and
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What is played, by a real or a virtual clock."""
+class Rounds:
+    """Plays traces against fronts that are processes."""
 
+    fronts: Sequence[Front]
     loads: Sequence[str]
     seeds: int
     scale: float
-    folder: Path
     shape: Shape
     warm_up: Shape
-
-    def traces(self, load: str, seed: int) -> tuple[Trace, Trace]:
-        """The warm-up and the measured trace."""
-        full = session_rate(make(f"{seed}", 1.0, self.shape), FLEET)
-        trace = make(f"{seed}", full * LOADS[load], self.shape)
-        return make(f"warm-up {seed}", full, self.warm_up), trace
-
-
-@dataclass(slots=True)
-class Rounds:
-    """Plays a plan against fronts that are processes."""
-
-    plan: Plan
-    fronts: Sequence[Front]
+    folder: Path
     core: int
     progress: Console
 
     async def play(self) -> list[Played]:
         """Play everything; one result for each load, seed and front."""
         played = []
-        for seed in range(1, self.plan.seeds + 1):
-            for load in self.plan.loads:
+        for seed in range(1, self.seeds + 1):
+            for load in self.loads:
                 turn = seed % len(self.fronts)
                 order = [*self.fronts[turn:], *self.fronts[:turn]]
                 played += await self._group(order, load, seed)
@@ -247,14 +234,16 @@ class Rounds:
         return sorted(played, key=lambda p: (order_of.index(p.front), p.seed))
 
     async def _group(self, fronts: Sequence[Front], load: str, seed: int) -> list[Played]:
-        began, plan = time.monotonic(), self.plan
-        warm_up, trace = plan.traces(load, seed)
+        began = time.monotonic()
+        full = session_rate(make(f"{seed}", 1.0, self.shape), FLEET)
+        warm_up = make(f"warm-up {seed}", full, self.warm_up)
+        trace = make(f"{seed}", full * LOADS[load], self.shape)
         async with AsyncExitStack() as stack:
             runs = [await self._started(stack, front, load, seed) for front in fronts]
             pairs = zip(runs, fronts, strict=True)
-            players = [Player([run.address], plan.scale, front.known) for run, front in pairs]
+            players = [Player([run.address], self.scale, front.known) for run, front in pairs]
             await asyncio.gather(*(player.play(warm_up) for player in players))
-            await asyncio.sleep(PAUSE / plan.scale)
+            await asyncio.sleep(PAUSE / self.scale)
             wall, load_cpu = time.perf_counter(), time.process_time()
             waited = waited_seconds(os.getpid())
             cpu = [cpu_seconds(run.pid) if run.pid else 0.0 for run in runs]
@@ -272,21 +261,16 @@ class Rounds:
                 )
                 for front, run, before, found in zip(fronts, runs, cpu, records, strict=True)
             ]
-        tell(self.progress, played, began)
+        means = ", ".join(f"{one.front} {mean(one.records):.2f}" for one in played)
+        failed = sum(bool(record.problem) for one in played for record in one.records)
+        problems = f", {failed} requests FAILED" if failed else ""
+        took = f"{time.monotonic() - began:.0f} s"
+        self.progress.print(f"seed {seed}, {load}: mean completion {means}{problems}  [{took}]")
         return played
 
     async def _started(self, stack: AsyncExitStack, front: Front, load: str, seed: int) -> Running:
-        fleet = await stack.enter_async_context(nodes(scale=self.plan.scale))
-        folder = self.plan.folder / f"{front.name}-{load}-{seed}"
+        fleet = await stack.enter_async_context(nodes(scale=self.scale))
+        folder = self.folder / f"{front.name}-{load}-{seed}"
         folder.mkdir()
         ports = tuple(node.port for node in fleet)
         return await stack.enter_async_context(running(front.target, folder, ports, self.core))
-
-
-def tell(progress: Console, played: Sequence[Played], began: float) -> None:
-    """Print the mean completion of each front that has played a trace."""
-    means = ", ".join(f"{one.front} {mean(one.records):.2f}" for one in played)
-    failed = sum(bool(record.problem) for one in played for record in one.records)
-    problems = f", {failed} requests FAILED" if failed else ""
-    where, took = f"seed {played[0].seed}, {played[0].load}", time.monotonic() - began
-    progress.print(f"{where}: mean completion {means}{problems}  [{took:.0f} s]")
