@@ -233,16 +233,6 @@ READ = {"prompt_n": 3000, "prompt_ms": 30_000.0}
 WROTE = {"predicted_n": 300, "predicted_ms": 30_000.0}
 
 
-async def start_burst(scheduler: Scheduler, count: int) -> list[asyncio.Task[Any]]:
-    tasks = []
-    for number in range(count):
-        limit = 90.0 if number % 2 else None
-        request = a_request(prompt_tokens=3000, exact_tokens=3000, time_limit=limit)
-        tasks.append(asyncio.create_task(take_lease(scheduler, request)))
-    await settle()
-    return tasks
-
-
 @each_case(
     ("answers", "refuses"),
     [
@@ -267,7 +257,11 @@ async def test_a_burst_is_refused_by_prediction_only_with_measured_speeds(
         else:
             scheduler.fleet.learn_speed(one, sample_from_timings(timings))
     scheduler.capacity_changed()
-    tasks = await start_burst(scheduler, 40)
+    tasks = []
+    for number in range(40):
+        limit = 90.0 if number % 2 else None
+        request = a_request(prompt_tokens=3000, exact_tokens=3000, time_limit=limit)
+        tasks.append(await start_lease(scheduler, request))
     assert any(task.done() and task.exception() is not None for task in tasks) is refuses
 
 
