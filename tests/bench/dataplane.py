@@ -19,7 +19,6 @@ import argparse
 import dataclasses
 import gc
 import shlex
-import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -54,18 +53,9 @@ def main(words: Sequence[str]) -> int:
     run = Run(scenarios, targets, sizes, rounds, cores[0], folder, progress)
     results = Results(machine.run_beside(run.samples(), cores))
     tables = report.tables(results, scenarios, names)
-    sys.stdout.write(tables)
-    if options.json:
-        setting = report.Setting(command, facts, sizes, rounds)
-        options.json.write_text(report.as_json(results, setting))
-    if results.invalid():
-        progress.print(f"invalid samples; logs and configurations: {folder}", style="red")
-        return 1
-    if options.markdown:
-        facts |= {"rounds": str(rounds)}
-        report.write_between_markers(options.markdown, report.page(command, facts, tables))
-    shutil.rmtree(folder)
-    return 0
+    facts |= {"rounds": str(rounds)}
+    setting = {"command": command, "machine": facts, "sizes": dataclasses.asdict(sizes)}
+    return report.finish(options, results, report.GOALS, tables, folder, setting)
 
 
 def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[Scenario], Sizes]:
@@ -142,7 +132,6 @@ class Run:
                 figures, outcome = await scenario.run(subject, self.sizes)
         except (TargetError, OSError) as error:
             return Sample(*place, {}, 1, str(error))
-        figures["reconnects"] = outcome.reconnects
         return Sample(*place, figures, outcome.errors, outcome.first_error)
 
     def _print_sample(self, scenario: Scenario, sample: Sample) -> None:

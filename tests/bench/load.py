@@ -30,8 +30,6 @@ class Outcome:
     completed: int = 0
     errors: int = 0
     first_error: str = ""
-    reconnects: int = 0
-    seconds: float = 0.0
     took: list[float] = field(default_factory=list)  # seconds of each correctly answered request
 
     def fail(self, problem: str) -> None:
@@ -158,7 +156,6 @@ class Load:
     length: int = 0
     crc: int = 0
     connection: type[LoadConnection] = LoadConnection
-    clock: Callable[[], float] = time.perf_counter
     connections: list[LoadConnection] = field(default_factory=list, repr=False)
     outcome: Outcome = field(default_factory=Outcome)
     _unsent: int = 0
@@ -192,7 +189,7 @@ class Load:
         The connections start evenly over `spread` seconds. Requests without an answer after
         `limit` seconds are errors.
         """
-        begin = self._begin(total)
+        self._begin(total)
         self._unsent = total
         loop = asyncio.get_running_loop()
         pause = spread / len(self.connections)
@@ -200,7 +197,7 @@ class Load:
             loop.call_later(i * pause, self._next, connection)
             for i, connection in enumerate(self.connections[:total])
         ]
-        await self._answered(total, begin, limit)
+        await self._answered(total, limit)
         for start in starts:
             start.cancel()
         return self.outcome
@@ -212,33 +209,31 @@ class Load:
         an answer `limit` seconds after the last one are errors.
         """
         total = int(rate * seconds)
-        begin = self._begin(total)
-        self._idle = list(self.connections)
+        self._begin(total)
+        self._idle, begin = list(self.connections), time.perf_counter()
         for i in range(total):
-            await asyncio.sleep(begin + i / rate - self.clock())
+            await asyncio.sleep(begin + i / rate - time.perf_counter())
             while self._idle and self._idle[-1].closed:
                 self._idle.pop()
             if not self._idle:
                 self.connections.append(await self._connect())
                 self._idle.append(self.connections[-1])
             self._idle.pop().send(self.request)
-        await self._answered(total, begin, limit)
+        await self._answered(total, limit)
         return self.outcome
 
-    def _begin(self, total: int) -> float:
+    def _begin(self, total: int) -> None:
         self.outcome = Outcome()
         self._open = total
         self._done.clear()
-        return self.clock()
 
-    async def _answered(self, total: int, begin: float, limit: float) -> None:
+    async def _answered(self, total: int, limit: float) -> None:
         try:
             async with asyncio.timeout(limit):
                 await self._done.wait()
         except TimeoutError:
             self._unsent = 0
             self.outcome.fail(f"{self._open} of {total} answers missing after {limit:g} s")
-        self.outcome.seconds = self.clock() - begin
 
     async def _connect(self) -> LoadConnection:
         loop = asyncio.get_running_loop()
@@ -252,7 +247,6 @@ class Load:
             return
         self._unsent -= 1
         if connection.closed:
-            self.outcome.reconnects += 1
             task = asyncio.get_running_loop().create_task(self._replace(connection))
             self._repairs.add(task)
             task.add_done_callback(self._repairs.discard)

@@ -13,7 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,8 +37,8 @@ def facts(targets: Sequence[str], progress: Console) -> dict[str, str]:
         "load": f"{os.getloadavg()[0]:.2f} (one minute, before the run)",
         "kernel": platform.release(),
         "python": f"{platform.python_version()}, {python_build.described()}",
-        "uvloop": _installed("uvloop"),
-        "gateway": f"{_installed('llama-gateway')} {commit()}".rstrip(),
+        "uvloop": version("uvloop"),
+        "gateway": f"{version('llama-gateway')} {commit()}".rstrip(),
     }
     for name in targets:
         program = TARGETS[name].program()
@@ -49,13 +49,6 @@ def facts(targets: Sequence[str], progress: Console) -> dict[str, str]:
     if warning := python_build.warning():
         progress.print(warning, style="yellow")
     return known
-
-
-def _installed(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def commit() -> str:

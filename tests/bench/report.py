@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import operator
+import shutil
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from tests.bench.scenarios import Scenario, Sizes
+from tests.bench.scenarios import Scenario
 
 PEER, OURS = "nginx", "gateway"
 SGLANG_TO_NGINX = 144 / 22
@@ -144,16 +147,6 @@ GOALS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """The command, machine and sizes of a run."""
-
-    command: str
-    machine: dict[str, str]
-    sizes: Sizes
-    rounds: int
-
-
 def number(value: float) -> str:
     """A number with three significant digits."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
@@ -192,14 +185,7 @@ def tables(results: Results, scenarios: Sequence[Scenario], targets: Sequence[st
     if turns:
         head = ["turns of the gateway's event loop, CPU", "longest, ms", "above 50 ms"]
         parts.append(table(head, turns))
-    parts += listed(
-        "Invalid",
-        (
-            f"{one.scenario}, {one.target}, round {one.round}: {one.errors} errors, "
-            f"the first: {one.first_error}"
-            for one in results.invalid()
-        ),
-    )
+    parts += invalid(results)
     return "\n\n".join(parts) + "\n"
 
 
@@ -208,28 +194,50 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def listed(what: str, problems: Iterable[str]) -> list[str]:
-    """The list of what is left out; nothing if there is nothing."""
-    lines = [f"- {problem}" for problem in problems]
-    return ["\n".join([f"{what}, and counted in no figure:", "", *lines])] if lines else []
+def invalid(results: Results) -> list[str]:
+    """A list of the samples that count in no figure; nothing if all do."""
+    lines = [
+        f"- {one.scenario}, {one.target}, round {one.round}: {one.errors} errors, "
+        f"the first: {one.first_error}"
+        for one in results.invalid()
+    ]
+    return ["\n".join(["Invalid, and counted in no figure:", "", *lines])] if lines else []
 
 
-def page(command: str, facts: Mapping[str, str], tables: str) -> str:
-    """The tables with the command that made them and the machine's facts."""
-    lines = "\n".join(f"- {name}: {value}" for name, value in facts.items())
-    return f"```console\n$ {command}\n```\n\n{lines}\n\n{tables}"
+def finish(
+    options: argparse.Namespace,
+    results: Results,
+    goals: Sequence[Goal],
+    tables: str,
+    folder: Path,
+    setting: Mapping[str, Any],
+    marks: tuple[str, str] = (BEGIN, END),
+) -> int:
+    """Print the tables and write what else is wanted; returns the exit status.
+
+    A page gets the tables only if all samples are valid; the folder of the logs is then removed.
+    The setting has at least the command and the facts about the machine.
+    """
+    sys.stdout.write(tables)
+    if options.json:
+        verdicts = {goal.name: goal.verdict(goal.measure(results)) for goal in goals}
+        samples = [dataclasses.asdict(sample) for sample in results.samples]
+        found = {**setting, "goals": verdicts, "samples": samples}
+        options.json.write_text(json.dumps(found, indent=2))
+    if results.invalid():
+        sys.stderr.write(f"invalid samples; logs and configurations: {folder}\n")
+        return 1
+    shutil.rmtree(folder)
+    if options.markdown:
+        lines = "\n".join(f"- {name}: {value}" for name, value in setting["machine"].items())
+        page = f"```console\n$ {setting['command']}\n```\n\n{lines}\n\n{tables}"
+        write_between_markers(options.markdown, page, marks)
+    return 0
 
 
-def write_between_markers(page: Path, text: str, marks: tuple[str, str] = (BEGIN, END)) -> None:
+def write_between_markers(page: Path, text: str, marks: tuple[str, str]) -> None:
     """Replace the text between the page's markers; a page without them gets both at its end."""
     first, last = marks
     before, _, rest = (page.read_text() if page.exists() else "").partition(first)
     after = rest.partition(last)[2] or "\n"
     page.write_text(f"{before}{first}\n\n{text}\n{last}{after}")
-
-
-def as_json(results: Results, setting: Setting) -> str:
-    """The setting, all samples and the verdicts, as JSON."""
-    goals = {goal.name: goal.verdict(goal.measure(results)) for goal in GOALS}
-    samples = [dataclasses.asdict(sample) for sample in results.samples]
-    return json.dumps(dataclasses.asdict(setting) | {"goals": goals, "samples": samples}, indent=2)

@@ -1,24 +1,25 @@
+"""The equipment of the data plane's benchmark, and of the count of instructions."""
+
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import platform
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from setup import python_build
-from tests.bench import node_replies, report
+from tests.bench import instructions, node_replies, report
 from tests.bench.load import Address
 from tests.bench.report import BEGIN, END, GOALS, Results, Sample
 from tests.bench.scenarios import Sizes, catalogue, chat_load, plain_load, stream_load
 from tests.bench.upstream import Script, Upstream
-from tests.known import known
+from tests.transport.raw import Peer, raw_server
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 50.0
@@ -30,21 +31,15 @@ GOOD = node_replies.plain_response(node_replies.EMBEDDING)
 async def answering(replies: Iterable[bytes], *, close: bool = False) -> AsyncIterator[Address]:
     """A server that gives these answers, one after the other."""
     left = iter(replies)
-    tasks: set[asyncio.Task[None]] = set()
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        tasks.add(known(asyncio.current_task()))
-        with suppress(asyncio.IncompleteReadError, ConnectionError):
-            while await reader.readuntil(b"}"):
-                writer.write(next(left))
-                await writer.drain()
-                if close:
-                    break
-        writer.close()
+    async def script(peer: Peer) -> None:
+        while await peer.request():
+            await peer.say(next(left))
+            if close:
+                break
 
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        yield server.sockets[0].getsockname()[:2]
-        await asyncio.wait(tasks, timeout=LIMIT)
+    async with raw_server(script) as server:
+        yield "127.0.0.1", server.port
 
 
 @pytest.mark.parametrize("interval", [0.0, 0.002], ids=["at once", "in time"])
@@ -141,3 +136,40 @@ def test_a_quick_run_without_a_proxy_is_valid(tmp_path: Path) -> None:
     assert f"- {build}\n" in text
     assert f"{build}\n" in done.stderr
     assert done.stdout.strip() in text.partition(END)[0]
+
+
+def test_the_sums_of_the_loops_thread_and_of_all_are_read_from_dumps(tmp_path: Path) -> None:
+    dumps = [tmp_path / "counted.1-01", tmp_path / "counted.1-03"]
+    for dump, number in zip(dumps, (12345, 100), strict=True):
+        dump.write_text(f"version: 1\nsummary: {number}\n\nfn=(1) main\n16 400\ntotals: {number}\n")
+    assert instructions.instructions_of(dumps) == (12345, 12445)
+
+
+def test_a_dump_without_a_sum_is_no_count(tmp_path: Path) -> None:
+    dump = tmp_path / "counted.1-01"
+    dump.write_text("version: 1\n")
+    with pytest.raises(RuntimeError, match="no sum"):
+        instructions.instructions_of([dump])
+    with pytest.raises(RuntimeError, match="nothing"):
+        instructions.instructions_of([])
+
+
+PASSES = """
+from gateway.store.store import StoreWorker
+async def main(passes):
+    async def one_pass():
+        passes.append(1)
+    signal.raise_signal(signal.SIGUSR1)
+    worker = StoreWorker(one_pass, 0.2)
+    working = asyncio.create_task(worker.run())
+    await sleep(0.5)
+    worker.wake()
+    await sleep(0.05)
+    print(len(passes))
+asyncio.run(main([]))
+"""
+
+
+def test_nothing_looks_into_the_store_by_the_clock_while_requests_are_counted() -> None:
+    command = [sys.executable, "-c", instructions.STOP_CLOCKS + PASSES]
+    assert subprocess.check_output(command, text=True, timeout=60) == "1\n"

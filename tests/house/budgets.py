@@ -241,13 +241,11 @@ def entered_modules() -> list[str]:
 
 def instructions_of_requests() -> dict[str, int]:
     """Instructions of the scenarios and of a chunk, of the event loop's thread and of all."""
-    subject = instructions.Subject(ROOT, python=sys.executable)
-    names = {one.option: one.name for one in instructions.SCENARIOS} | {"chunk": instructions.CHUNK}
-    counts = asyncio.run(instructions.count(subject, only=names))
+    counts = asyncio.run(instructions.count(sys.executable))
     return {
-        f"{option}_instructions{suffix}": counts[f"{name}{of_loop}"]
-        for option, name in names.items()
-        for suffix, of_loop in (("_of_loop", instructions.OF_LOOP), ("", ""))
+        f"{name}_instructions{suffix}": number
+        for name, one in counts.items()
+        for suffix, number in (("_of_loop", one.loop), ("", one.threads))
     }
 
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +21,7 @@ from gateway.nodes.node import Lease, Node, NodeState
 from gateway.nodes.speed import ObservedTiming, Speed, sample_from_timings
 from gateway.nodes.state_files import OperatorOrders, PropertiesStore
 from gateway.transport.pool import ConnectionPool, open_node_pool
+from tests.emulator import EmulatedNode
 from tests.virtual import now
 
 QUICK: dict[str, Any] = {
@@ -168,7 +169,7 @@ def inventory(*specs: NodeSpec) -> Inventory:
 
 @asynccontextmanager
 async def a_fleet(
-    *specs: NodeSpec,
+    *nodes: NodeSpec | EmulatedNode,
     connect: Callable[[NodeSpec], ConnectionPool] = open_node_pool,
     folder: Path | None = None,
     clock: Callable[[], float] = now,
@@ -177,7 +178,10 @@ async def a_fleet(
     properties_store: PropertiesStore | None = None,
     **health: Any,
 ) -> AsyncIterator[Running]:
-    """A running fleet with quick probes; `probed`: wait for its first probes."""
+    """A running fleet with quick probes; `probed`: wait for its first probes.
+
+    Emulated nodes, which are `a`, `b` and so on, are started before it and ended after it.
+    """
     bus = EventBus()
     fleet = Fleet(
         connect=connect,
@@ -204,11 +208,17 @@ async def a_fleet(
             running.capacity += free_slots[node] > before
 
     fleet.subscribe(on_capacity=count, on_change=count_change)
-    await fleet.start(inventory(*specs))
-    try:
+    async with AsyncExitStack() as stack:
+        specs = []
+        for number, node in enumerate(nodes):
+            if isinstance(node, EmulatedNode):
+                url = (await stack.enter_async_context(node)).url
+                specs.append(a_spec(chr(ord("a") + number), url))
+            else:
+                specs.append(node)
+        await fleet.start(inventory(*specs))
+        stack.push_async_callback(fleet.aclose)
         if probed:
             async with asyncio.timeout(30):
                 await fleet.first_probes_done.wait()
         yield running
-    finally:
-        await fleet.aclose()

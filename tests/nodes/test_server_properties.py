@@ -1,13 +1,23 @@
+"""What servers say of themselves, what of it is kept, and which nodes serve a model by it."""
+
 from __future__ import annotations
 
+import json
+import logging
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.events import ModelsDiffer
+from gateway.nodes.lifecycle import ProbeAnswer, ProbeResult
+from gateway.nodes.model_index import ComparedServer, ModelIndex, model_differences
+from gateway.nodes.node import Node, NodeState
 from gateway.nodes.server_properties import (
     MOST_MODELS,
     ServerProperties,
@@ -19,8 +29,10 @@ from gateway.nodes.server_properties import (
     parse_models,
     parse_props,
 )
+from gateway.nodes.state_files import LARGEST_PROPERTIES_FILE, PropertiesStore, StoredNames
 from tests.each_case import each_case
-from tests.nodes.build import a_spec
+from tests.emulator import EmulatedNode
+from tests.nodes.build import a_fleet, a_node, a_spec
 
 PROPS: dict[str, Any] = {
     "total_slots": 2,
@@ -34,7 +46,7 @@ PROPS: dict[str, Any] = {
 META = {"n_params": 900, "size": 3500, "ftype": "all F32", "n_ctx": 4096, "n_ctx_train": 8192}
 MODELS: dict[str, Any] = {"data": [{"id": "demo", "meta": META}]}
 
-json = st.recursive(
+ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: (
         st.lists(inner)
@@ -118,7 +130,7 @@ def test_an_endpoint_that_tells_its_context_by_max_model_len_is_believed() -> No
     assert facts.context == 512
 
 
-@given(json)
+@given(ANYTHING)
 def test_any_answer_can_be_read(answer: Any) -> None:
     facts = ServerProperties()
     facts.read_props(answer)
@@ -249,3 +261,311 @@ def test_slots_context_and_types_of_the_cache_count_as_a_server_was_started() ->
     assert memory(*quarter) < memory("--cache-type-k", "q8_0") < alone
     assert memory("--cache-ram", "1024") == alone + GIB
     assert memory("--ubatch-size", "4096") > alone + GIB * 9 // 10
+
+
+SAID = ServerProperties(models=("demo",), slots=4, context=4096, vision=False, refused={"rerank"})
+
+
+def saying(facts: ServerProperties, **keys: Any) -> Node:
+    node = a_node(**keys)
+    node.properties = facts
+    return node
+
+
+def drained_nodes(path: Path) -> StoredNames:
+    return StoredNames(path, "drained", "Drained nodes", "no node is drained")
+
+
+def written(path: Path, *nodes: Node) -> None:
+    store = PropertiesStore(path)
+    for node in nodes:
+        store.record(node.spec, node.properties)
+    store.save()
+
+
+def test_properties_last_over_a_restart_for_the_same_server_alone(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "seen.json"
+    written(path, saying(SAID))
+    found = PropertiesStore(path).recall(a_spec())
+    assert found == SAID
+    assert found.remembered
+    assert [file.name for file in path.parent.iterdir()] == ["seen.json"]
+    for other in (a_spec(url="http://127.0.0.1:10"), a_spec("b"), a_spec(kind="openai")):
+        assert PropertiesStore(path).recall(other) == ServerProperties()
+
+
+def test_properties_are_read_from_older_versions_and_kept_readable_for_them(tmp_path: Path) -> None:
+    path = tmp_path / "seen.json"
+    new = ServerProperties(
+        models=("demo",),
+        aliases={"tiny": "demo"},
+        video=True,
+        process="p",
+        purpose="embeddings",
+        is_router=True,
+        most_loaded=4,
+    )
+    written(path, saying(new))
+    assert PropertiesStore(path).recall(a_spec()) == new
+    value = json.loads(path.read_text())
+    facts = value["servers"][0]["facts"]
+    assert facts["models"] == ["demo"]  # all that an older version reads of the names
+    for name in ("aliases", "video", "process", "purpose", "is_router", "most_loaded"):
+        del facts[name]
+    path.write_text(json.dumps(value))
+    assert PropertiesStore(path).recall(a_spec()) == ServerProperties(models=("demo",))
+
+
+@each_case(
+    "damage",
+    [
+        b"", b"{", b"[]", b"null", b'{"version": "1"}', b'{"version": 1}', b'{"drained": "a"}',
+        b'{"drained": [1]}', b"\xff" * 9, b"[" * 9999,
+    ],
+)  # fmt: skip
+def test_a_damaged_file_is_set_aside_and_logged(
+    tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.clear()
+    seen, drained = tmp_path / "seen.json", tmp_path / "drains.json"
+    for path in (seen, drained):
+        path.write_bytes(damage)
+    with caplog.at_level(logging.WARNING):
+        assert PropertiesStore(seen).recall(a_spec()) == ServerProperties()
+        drains = drained_nodes(drained)
+    assert "a" not in drains
+    for path in (seen, drained):
+        assert path.with_name(f"{path.name}.bad").read_bytes() == damage
+        assert f"{path.name}.bad" in caplog.text
+    written(seen, saying(SAID))
+    assert PropertiesStore(seen).recall(a_spec()) == SAID
+    drains.keep("a")
+    drains.save()
+    assert "a" in drained_nodes(drained)
+
+
+@each_case(
+    "facts",
+    [
+        {"slots": -1}, {"slots": "many"}, {"context": 1 << 40}, {"models": ["x" * 5000]},
+        {"models": ["m"] * 2000}, {"refused": 7}, {"aliases": {"a": "unknown"}},
+        {"aliases": {f"{n}": "demo" for n in range(1000)}}, {"purpose": "war"},
+        {"is_router": True, "most_loaded": -1},
+    ],
+)  # fmt: skip
+def test_implausible_properties_are_left_out_and_the_rest_is_read(
+    tmp_path: Path, facts: dict[str, Any]
+) -> None:
+    path = tmp_path / "seen.json"
+    path.unlink(missing_ok=True)
+    written(path, saying(SAID), saying(SAID, name="b"))
+    value = json.loads(path.read_text())
+    value["servers"][0]["facts"] |= facts
+    path.write_text(json.dumps(value))
+    seen = PropertiesStore(path)
+    assert seen.recall(a_spec()) == ServerProperties()
+    assert seen.recall(a_spec("b")) == SAID
+
+
+def test_a_folder_that_cannot_be_used_is_logged_and_harmless(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with caplog.at_level(logging.WARNING):
+        written(tmp_path / "file" / "seen.json", saying(SAID))
+        drains = drained_nodes(tmp_path / "file" / "drains.json")
+        drains.keep("a")
+        drains.save()
+    assert caplog.text.count("forgotten at a restart") == 2
+    assert "a" in drains
+    (tmp_path / "folder").mkdir()
+    with caplog.at_level(logging.WARNING):
+        assert PropertiesStore(tmp_path / "folder").recall(a_spec()) == ServerProperties()
+    assert "can't be read" in caplog.text
+
+
+def test_nodes_that_report_too_much_do_not_fill_the_disk(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "seen.json"
+    chatty = [
+        ServerProperties(models=tuple(f"{number}-{name}-{'x' * 490}" for name in range(1000)))
+        for number in range(40)
+    ]
+    with caplog.at_level(logging.WARNING):
+        written(path, *(saying(facts, name=f"n{i}") for i, facts in enumerate(chatty)))
+    assert path.stat().st_size <= LARGEST_PROPERTIES_FILE
+    assert "too much" in caplog.text
+    assert PropertiesStore(path).recall(a_spec("n39")) == chatty[39]
+    assert PropertiesStore(path).recall(a_spec("n0")) == ServerProperties()
+
+
+def test_servers_that_left_long_ago_are_forgotten() -> None:
+    store = PropertiesStore(most_servers=2)
+    for name in "abc":
+        store.record(a_spec(name), SAID)
+    assert store.recall(a_spec("a")) == ServerProperties()
+    assert store.recall(a_spec("c")) == SAID
+
+
+def an_index(*nodes: Node) -> ModelIndex:
+    index = ModelIndex()
+    index.set_nodes(nodes)
+    return index
+
+
+def names(nodes: tuple[Node, ...]) -> list[str]:
+    return [node.name for node in nodes]
+
+
+def chat(index: ModelIndex, model: str, **more: Any) -> tuple[Node, ...]:
+    return index.capable_nodes(model, "chat", **{"vision": False, "native": False, **more})
+
+
+def test_nodes_that_cannot_do_what_is_wanted_are_left_out() -> None:
+    blind = a_node(name="a", models={"m": "m"}, endpoints=["chat"])
+    hosted = a_node(name="b", models={"m": "m"}, kind="openai")
+    index = an_index(blind, hosted)
+    assert names(chat(index, "m", vision=True)) == ["b"]
+    assert names(chat(index, "m", native=True)) == ["a"]
+
+
+def a_server(name: str, *models: str, purpose: Any = None, **keys: Any) -> Node:
+    """A node whose server has these names for its one model."""
+    node = a_node(name=name, **keys)
+    node.properties.models = models[:1]
+    node.properties.aliases = dict.fromkeys(models[1:], models[0])
+    if purpose is not None:
+        node.properties.purpose_found(purpose)
+    node.probe_history.discovered_at = 0.0
+    return node
+
+
+def test_all_names_of_a_model_are_served_and_count_as_one() -> None:
+    one, other, third = (
+        a_server("a", "demo", "small", "tiny"), a_server("b", "small", "demo"), a_server("c", "x"),
+    )  # fmt: skip
+    index = an_index(one, other)
+    assert index.model_names() == ("demo", "small", "tiny")
+    assert [names(chat(index, model)) for model in ("demo", "tiny")] == [["a", "b"], ["a"]]
+    assert (one.served_name("tiny"), other.served_name("tiny")) == ("tiny", None)
+    assert index.one_name_each(index.model_names()) == ("demo",)
+    assert index.one_name_each(("tiny", "small")) == ("small",)
+    index = an_index(one, other, third)
+    assert index.one_name_each(index.model_names()) == ("demo", "x")
+    declared = a_server("a", "demo", "small", models={"mine": "small"})
+    assert an_index(declared).model_names() == ("mine",)
+    assert declared.served_name("mine") == "small"
+
+
+def test_requests_go_to_servers_that_were_started_for_them() -> None:
+    index = an_index(
+        a_server("chat", "m", purpose="chat"),
+        a_server("old", "m"),
+        a_server("embed", "m", purpose="embeddings"),
+        a_server("rank", "m", purpose="rerank"),
+        a_server("both", "m", purpose="embeddings", endpoints=["chat", "embeddings"]),
+    )
+
+    def able(endpoint: Any) -> list[str]:
+        return names(index.capable_nodes("m", endpoint, vision=False, native=False))
+
+    assert able("chat") == ["chat", "old", "both"]
+    assert able("embeddings") == ["old", "embed", "both"]
+    assert able("rerank") == ["old", "rank"]
+    assert able("infill") == ["chat", "old"]
+
+
+def test_a_server_for_other_work_gets_chats_where_no_other_node_could_be_for_them() -> None:
+    embedder = a_server("e", "m", purpose="embeddings")
+    assert names(chat(an_index(embedder), "m")) == ["e"]
+    down = a_server("c", "m", purpose="chat", state=NodeState.DOWN)
+    assert names(chat(an_index(embedder, down), "m")) == ["c"]
+    labelled = a_server("e", "m", purpose="rerank", labels={"pool": "x"})
+    assert names(chat(an_index(labelled, down), "m", labels=(("pool", "x"),))) == []
+    silent = a_node(name="s", state=NodeState.LOADING)
+    index = an_index(embedder, silent)
+    assert names(chat(index, "m")) == []
+    assert index.awaits_chat_node(["m"])
+    silent.drain(draining=True)
+    index.node_changed()
+    assert names(chat(index, "m")) == ["e"]
+    silent.drain(draining=False)
+    refused = ProbeResult(ProbeAnswer.CONNECTION_REFUSED, "")
+    silent.probe_history.record(refused, rise=1, fall=1, sign_of_life=None)
+    index.node_changed()
+    assert names(chat(index, "m")) == ["e"]
+
+
+def test_a_pause_and_an_id_hold_for_the_names_that_all_servers_give_to_a_model() -> None:
+    one, two = a_server("a", "secret", "nick", "both"), a_server("b", "both")
+    index = an_index(one, two)
+    assert index.aliases == {"nick": "secret"}
+    index.set_paused(frozenset({"secret"}))
+    assert index.paused == {"secret", "nick"}
+    assert index.paused_by_name == {"secret"}
+    index.set_paused(frozenset({"nick", "gone"}))
+    assert index.paused == {"nick", "gone", "secret"}
+    index.set_paused(frozenset({"both"}))
+    assert index.paused == {"nick", "both", "secret"}
+    declared = a_server("a", "secret", "nick", models={"nick": "nick"})
+    assert an_index(declared).aliases == {}
+    one.models_changed()
+    one.properties.models, one.properties.aliases = ("nick",), {"secret": "nick", "both": "nick"}
+    assert one.models_changed()
+
+
+def test_a_pool_has_the_nodes_with_all_of_its_labels() -> None:
+    left = a_node(name="a", models={"m": "m", "n": "n"}, labels={"side": "left", "zone": "1"})
+    right = a_node(name="b", models={"m": "m"}, labels={"side": "right"})
+    index, pool = an_index(left, right, a_node(name="c", models={"m": "m"})), (("side", "right"),)
+    assert names(chat(index, "m", labels=pool)) == ["b"]
+    assert names(chat(index, "m", labels=(("side", "left"), ("zone", "2")))) == []
+    assert names(chat(index, "m")) == ["a", "b", "c"]
+    assert index.model_names(pool) == ("m",)
+    assert (index.serves("n"), index.serves("n", pool)) == (True, False)
+    for one in (pool, (("side", "left"),)):  # one of them has both models
+        assert len(index.servers_of(["m", "n"], one)) == 1
+    error = index.not_found_error("n", pool)
+    assert (error.status, error.code) == (404, "model_not_found")
+    assert error.message == "The model 'n' does not exist here. Known here: 'm'."
+
+
+def server(
+    node: str, *models: str, context: int | None = 4096, **properties: Any
+) -> ComparedServer:
+    own = {"ftype": "Q4_K_M", "build": "b1", "template": "t1", **properties}
+    return ComparedServer(node, models or ("demo",), context, ServerProperties(**own))
+
+
+def test_each_property_is_told_with_its_nodes_the_most_frequent_value_first() -> None:
+    servers = [
+        server("a", ftype="Q8_0", template="t2"),
+        server("b", context=8192),
+        server("c", build="b2"),
+        server("d"),
+    ]
+    found = {one.what: one for one in model_differences(servers)}
+    assert set(found) == {"quantisation", "build", "context", "template"}
+    assert list(found["quantisation"].nodes_by_value.items()) == [
+        ("Q4_K_M", ("b", "c", "d")),
+        ("Q8_0", ("a",)),
+    ]
+    assert found["context"].in_words() == (
+        "demo: context of a slot: 4096 tokens on a, c, d; 8192 tokens on b"
+    )
+
+
+async def test_a_change_is_published_once_and_so_is_its_end() -> None:
+    async with (
+        EmulatedNode(build="b1-one") as one,
+        EmulatedNode(build="b2-two") as other,
+        a_fleet(a_spec("a", one.url), a_spec("b", other.url), discover_interval=600) as running,
+    ):
+        told = running.model_differences
+        for _ in range(3):
+            running.fleet.compare_models()
+        assert told == [ModelsDiffer(("demo: build of llama.cpp: b1-one on a; b2-two on b",))]
+        running["b"].properties.build = "b1-one"
+        running.fleet.compare_models()
+        assert told[1:] == [ModelsDiffer(())]

@@ -31,7 +31,7 @@ from gateway.nodes.speed import (
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway, until
-from tests.nodes.build import Clock, Running, a_fleet, a_node, a_spec, learn_timings, take
+from tests.nodes.build import Clock, Running, a_fleet, a_node, learn_timings, take
 from tests.virtual import in_virtual_time
 from tests.web.bare_gateway import CHAT
 
@@ -342,10 +342,8 @@ def works(fleet: Running, clock: Clock, times: int, per_token: float) -> NodeSta
 
 async def test_becoming_degraded_and_recovering_are_published() -> None:
     clock = Clock()
-    async with (
-        EmulatedNode() as server,
-        a_fleet(a_spec(url=server.url), clock=clock, interval=600_000) as fleet,
-    ):
+    server = EmulatedNode()
+    async with a_fleet(server, clock=clock, interval=600_000) as fleet:
         assert works(fleet, clock, 20, 0.1) is NodeState.READY
         assert works(fleet, clock, 12, 0.5) is NodeState.DEGRADED
         assert fleet["a"].free_slots(clock()) == fleet["a"].slots_total

@@ -6,16 +6,22 @@ import asyncio
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
+
+import pytest
 
 from gateway.config.settings import Settings
 from gateway.events import EventBus
 from gateway.lease import NOTHING_TRIED, LeaseRequest, Tried
 from gateway.nodes.fleet import Fleet
-from gateway.nodes.node import Lease, Node
+from gateway.nodes.node import Node
 from gateway.nodes.server_properties import ServerProperties
 from gateway.nodes.state_files import OperatorOrders
+from gateway.request.prompt_key import BLOCK_BYTES
+from gateway.schedule.core.demand_model import DemandModel
 from gateway.schedule.scheduler import LeaseRecord, Scheduler
+from tests.known import known
 from tests.lease_requests import a_lease_request
 from tests.nodes.build import a_node, no_upstream
 
@@ -98,38 +104,49 @@ async def take_lease(
     age: float = 0.0,
     *,
     response_started: bool = False,
-) -> tuple[Lease, str]:
-    """A request's lease as its node knows it, and the model for which it was granted."""
+) -> LeaseRecord:
+    """The scheduler's record of a request's lease."""
     granted = scheduler.lease_now(request, tried, age) or await scheduler.wait_for_lease(
         request, tried, age, response_started=response_started
     )
-    return scheduler.records[granted.id], granted.model
-
-
-async def take_record(scheduler: Scheduler, request: LeaseRequest) -> LeaseRecord:
-    """The scheduler's record of a request's lease."""
-    granted = scheduler.lease_now(request) or await scheduler.wait_for_lease(request)
     return scheduler.records[granted.id]
 
 
 def lease_at_once(scheduler: Scheduler, request: LeaseRequest) -> LeaseRecord:
-    """The scheduler's record of a lease for which the request does not have to wait."""
-    granted = scheduler.lease_now(request)
-    assert granted is not None
-    return scheduler.records[granted.id]
+    """The same of a request that does not have to wait."""
+    return scheduler.records[known(scheduler.lease_now(request)).id]
 
 
 async def start_lease(
-    scheduler: Scheduler,
-    request: LeaseRequest,
-    tried: Tried = NOTHING_TRIED,
-    age: float = 0.0,
-    *,
-    response_started: bool = False,
-) -> asyncio.Task[tuple[Lease, str]]:
-    """The task of a request's lease, which has been granted or waits."""
-    task = asyncio.create_task(
-        take_lease(scheduler, request, tried, age, response_started=response_started)
-    )
+    scheduler: Scheduler, request: LeaseRequest, *tried: Any, **more: Any
+) -> asyncio.Task[LeaseRecord]:
+    """The task of `take_lease`, which has its lease or waits."""
+    task = asyncio.create_task(take_lease(scheduler, request, *tried, **more))
     await settle()
     return task
+
+
+@dataclass(slots=True)
+class Belief:
+    """The tokens of a prompt that its node was believed to have cached, and had."""
+
+    believed: float
+    cached: float
+    prompt: float
+    block: float  # tokens of one block
+
+
+def noted_beliefs(monkeypatch: pytest.MonkeyPatch) -> list[Belief]:
+    """Note one for each request that ends from now on."""
+    found: list[Belief] = []
+    learn = DemandModel.learn
+
+    def noting(model: DemandModel, placement: Any, request: Any, report: Any, *more: Any) -> None:
+        used = report.reported
+        block = used.prompt_tokens * BLOCK_BYTES / request.size.prompt_key.size
+        believed = placement.cached.get(placement.row.index, 0.0)
+        found.append(Belief(believed, used.cached_tokens, used.prompt_tokens, block))
+        learn(model, placement, request, report, *more)
+
+    monkeypatch.setattr(DemandModel, "learn", noting)
+    return found

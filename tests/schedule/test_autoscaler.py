@@ -6,12 +6,13 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from pydantic import SecretStr
 
@@ -30,16 +31,124 @@ from gateway.schedule.core.autoscaling_policy import (
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
-from tests.schedule.cloud import MODEL, Cloud, a_cloud, ask, order, settings, shown, until_state
+from tests.processes import gone, wait_until_gone
 from tests.transport.raw import Peer, raw_server
 from tests.virtual import in_virtual_time
+
+MODEL = "demo"
+BOOT = 0.7
+"""Seconds from a call until the server listens."""
+ELASTIC = {
+    "start_above": 0.2, "start_after": 0.2, "stop_after": 1.0, "cooldown": 0.2, "backoff": 0.5
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class Machine:
+    """A machine that is off until it is started. It records its calls in `orders`."""
+
+    node: EmulatedNode
+    orders: list[str] = field(default_factory=list)
+    answers: dict[str, tuple[float, int, str]] = field(default_factory=dict)
+    """For `start` or `stop`: an answer (seconds, status, body) that replaces the action."""
+    booting: asyncio.Task[None] | None = None
+
+    async def obey(self, order: str) -> tuple[int, str]:
+        """Status and body of the answer."""
+        self.orders.append(order)
+        if order in self.answers:
+            seconds, status, body = self.answers[order]
+            await asyncio.sleep(seconds)
+            return status, body
+        if self.booting is not None:
+            self.booting.cancel()
+        if order == "start":
+            self.booting = asyncio.create_task(self.boot())
+        else:
+            await self.node.kill()
+        return 200, "as you like"
+
+    async def boot(self) -> None:
+        await asyncio.sleep(BOOT)
+        await self.node.revive()
+
+
+@dataclass(slots=True)
+class Cloud:
+    """Machines that are started and stopped by HTTP calls: `POST /start/NAME`, `/stop/NAME`."""
+
+    stack: AsyncExitStack
+    hooks: str = ""
+    machines: dict[str, Machine] = field(default_factory=dict)
+
+    async def machine(self, name: str, **options: Any) -> Machine:
+        """Add a machine; `options` are those of the emulated node."""
+        node = await self.stack.enter_async_context(EmulatedNode(model=MODEL, **options))
+        await node.kill()
+        made = self.machines[name] = Machine(node)
+        return made
+
+    def node(self, name: str, **keys: Any) -> dict[str, Any]:
+        """A machine's entry in the inventory, with these further keys."""
+        url, calls = self.machines[name].node.url, ("start", "stop")
+        hooks = {call: {"url": f"{self.hooks}/{call}/{name}"} for call in calls}
+        known = {"name": name, "url": url, "standby": True, "model": MODEL, "slots": 2}
+        return {**known, **hooks, **keys}
+
+    async def called(self, peer: Peer) -> None:
+        _, order, name = (await peer.request()).split()[1].decode().split("/")
+        status, body = await self.machines[name].obey(order)
+        head = f"HTTP/1.1 {status} Whatever\r\nContent-Length: {len(body)}\r\n"
+        await peer.say(f"{head}Connection: close\r\n\r\n{body}".encode())
+
+
+@asynccontextmanager
+async def a_cloud() -> AsyncIterator[Cloud]:
+    async with AsyncExitStack() as stack:
+        cloud = Cloud(stack)
+        async with raw_server(cloud.called) as server:
+            cloud.hooks = f"http://127.0.0.1:{server.port}"
+            yield cloud
+
+
+# A gateway over standby nodes.
+
+
+def settings(**elastic: Any) -> dict[str, Any]:
+    """Settings with short times, except for probes: a machine that is off refuses them at once."""
+    health = {"interval": 0.1, "timeout": 20.0, "slow_start": 0, "discover_interval": 0.5}
+    return {"health": health, "elastic": ELASTIC | elastic}
+
+
+async def ask(running: Running, text: str = "hello", tokens: int = 8) -> httpx.Response:
+    messages = [{"role": "user", "content": text}]
+    body = {"model": MODEL, "messages": messages, "max_tokens": tokens}
+    return await running.client.post("/v1/chat/completions", json=body)
+
+
+async def shown(running: Running, name: str) -> Mapping[str, Any]:
+    found: dict[str, Any] = (await running.admin.get(f"/admin/nodes/{name}")).json()
+    return found
+
+
+async def order(running: Running, path: str) -> None:
+    """Call the admin API as an operator does: `nodes/NAME/drain`, `reload`, ..."""
+    (await running.admin.post(f"/admin/{path}")).raise_for_status()
+
+
+async def until_state(running: Running, name: str, state: NodeState) -> None:
+    node = running.gateway.fleet.nodes[name]
+    await until(lambda: node.state is state, 60.0, lambda: f"{name} is {node.state}: {node.reason}")
 
 
 @in_virtual_time
 async def test_a_burst_starts_standby_nodes_and_afterwards_they_are_stopped(tmp_path: Path) -> None:
     fast: dict[str, Any] = {"decode_tps": 20.0, "prefill_tps": 500.0}
     async with a_cloud() as cloud, EmulatedNode(slots=1, model=MODEL, **fast) as base:
-        first, second = cloud.machine("spare-1", **fast), cloud.machine("spare-2", **fast)
+        first, second = (
+            await cloud.machine("spare-1", **fast),
+            await cloud.machine("spare-2", **fast),
+        )
         nodes = [
             {"name": "base", "url": base.url},
             cloud.node("spare-1"),
@@ -78,7 +187,7 @@ async def one_standby(folder: Path, cloud: Cloud, chosen: dict[str, Any]) -> Asy
 @in_virtual_time
 async def test_a_client_with_a_deadline_before_the_start_gets_retry_after(tmp_path: Path) -> None:
     async with a_cloud() as cloud:
-        cloud.machine("spare").answers["start"] = (20.0, 200, "")
+        (await cloud.machine("spare")).answers["start"] = (20.0, 200, "")
         chosen = settings() | {"queue": {"max_wait": 1.0}}
         async with one_standby(tmp_path, cloud, chosen) as running:
             answer = await ask(running)
@@ -93,7 +202,7 @@ async def test_a_client_with_a_deadline_before_the_start_gets_retry_after(tmp_pa
 @in_virtual_time
 async def test_a_failed_start_hook_is_reported_and_not_tried_again_at_once(tmp_path: Path) -> None:
     async with a_cloud() as cloud:
-        spare = cloud.machine("spare")
+        spare = await cloud.machine("spare")
         spare.answers["start"] = (0.1, 503, "no capacity in this zone")
         chosen = settings(backoff=60.0) | {"retries": {"wait_for_node": 2.0}}
         async with one_standby(tmp_path, cloud, chosen) as running:
@@ -117,7 +226,7 @@ async def test_a_stop_hook_that_fails_is_tried_again_and_the_node_counts_as_runn
     tmp_path: Path,
 ) -> None:
     async with a_cloud() as cloud:
-        spare = cloud.machine("spare")
+        spare = await cloud.machine("spare")
         spare.answers["stop"] = (0.1, 503, "not now")
         async with one_standby(tmp_path, cloud, settings()) as running:
             assert (await ask(running)).status_code == 200
@@ -133,7 +242,7 @@ async def test_a_stop_hook_that_fails_is_tried_again_and_the_node_counts_as_runn
 @in_virtual_time
 async def test_a_restarted_gateway_finds_the_running_nodes(tmp_path: Path) -> None:
     async with a_cloud() as cloud:
-        first, second = cloud.machine("spare-1"), cloud.machine("spare-2")
+        first, second = await cloud.machine("spare-1"), await cloud.machine("spare-2")
         nodes = [cloud.node("spare-1"), cloud.node("spare-2")]
         chosen = settings(min=1)
         async with running_gateway(tmp_path, nodes, chosen, wait_ready=False) as running:
@@ -150,7 +259,7 @@ async def test_a_restarted_gateway_finds_the_running_nodes(tmp_path: Path) -> No
 @in_virtual_time
 async def test_a_node_finishes_its_requests_before_it_is_stopped(tmp_path: Path) -> None:
     async with a_cloud() as cloud, EmulatedNode(slots=2, model=MODEL) as base:
-        spare = cloud.machine("spare", decode_tps=20.0, answer_tokens=100)
+        spare = await cloud.machine("spare", decode_tps=20.0, answer_tokens=100)
         nodes = [{"name": "base", "url": base.url}, cloud.node("spare")]
         chosen = settings(min=1, stop_after=0.5)
         async with running_gateway(tmp_path, nodes, chosen) as running:
@@ -182,14 +291,6 @@ def python(code: str, *arguments: str) -> Hook:
 
 async def ran(hook: Hook, timeout: float = 120.0, **options: Any) -> HookEnded:
     return await run_hook(hook, "start", SPEC, timeout, time.monotonic, **options)
-
-
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
 
 
 def pid_in(path: Path) -> int:
@@ -251,7 +352,7 @@ async def test_a_command_that_takes_too_long_is_killed_with_its_children(tmp_pat
     assert result.outcome == "timeout"
     assert result.seconds < 300  # the child's 600 are not waited for
     pid = pid_in(child)
-    await until(lambda: not alive(pid))
+    wait_until_gone([pid])
 
 
 async def test_a_cancelled_command_leaves_no_process_behind(tmp_path: Path) -> None:
@@ -265,7 +366,7 @@ async def test_a_cancelled_command_leaves_no_process_behind(tmp_path: Path) -> N
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert not alive(pid_in(pid_file))
+    assert gone(pid_in(pid_file))
 
 
 async def test_a_server_that_a_command_leaves_behind_is_not_waited_for(tmp_path: Path) -> None:
@@ -274,7 +375,7 @@ async def test_a_server_that_a_command_leaves_behind_is_not_waited_for(tmp_path:
     hook = Hook(command=("sh", "-c", f"setsid sleep 600 & echo $! >{pid_file}"))
     assert (await ran(hook)).outcome == "ok"
     pid = pid_in(pid_file)
-    assert alive(pid)
+    assert not gone(pid)
     os.kill(pid, 9)
 
 
@@ -310,19 +411,19 @@ ALL = frozenset({"a", "b"})
 
 
 def off(name: str = "a", **keys: object) -> StandbyNode:
-    return replace(StandbyNode(name, LifecyclePhase.OFF, slots=2), **keys)  # type: ignore[arg-type]
+    return phase(LifecyclePhase.OFF, name, slots=2, **keys)
 
 
 def on(name: str = "a", **keys: object) -> StandbyNode:
-    return replace(StandbyNode(name, LifecyclePhase.ON, slots=2), **keys)  # type: ignore[arg-type]
+    return phase(LifecyclePhase.ON, name, slots=2, **keys)
 
 
 def waits(seconds: float, slots: int = 4) -> WaitingDemand:
     return WaitingDemand(ALL, seconds, slots)
 
 
-def verbs(actions: list[ScalingAction]) -> list[tuple[str, str]]:
-    return [(action.verb, action.name) for action in actions]
+def told(actions: list[ScalingAction]) -> list[str]:
+    return [f"{action.verb} {action.name}" for action in actions]
 
 
 def phase(phase: LifecyclePhase, name: str = "a", **keys: object) -> StandbyNode:
@@ -407,15 +508,15 @@ def test_what_is_decided_as_load_and_nodes_change(story: str) -> None:
     policy = AutoscalingPolicy()
     for now, nodes, demands, action in STORIES[story]:
         decided = policy.decide(nodes, demands, RULES, now)
-        assert [f"{one.verb} {one.name}" for one in decided] == [action] * bool(action), now
+        assert told(decided) == [action] * bool(action), now
 
 
 def test_the_minimum_runs_whatever_the_load_is_and_a_lower_maximum_retires_the_surplus() -> None:
     least, most = (RULES.model_copy(update={name: 1}) for name in ("min", "max"))
     policy = AutoscalingPolicy()
-    assert verbs(policy.decide([off(), off("b")], [], least, 0)) == [("start", "a")]
+    assert told(policy.decide([off(), off("b")], [], least, 0)) == ["start a"]
     for now in (0, 100):
         assert not policy.decide([on(), off("b")], [], least, now)
     assert not AutoscalingPolicy().decide([on(busy=2), off("b")], [UNSERVED], most, 0)
     surplus = [on(busy=1), on("b", busy=1)]
-    assert verbs(AutoscalingPolicy().decide(surplus, [], most, 0)) == [("retire", "a")]
+    assert told(AutoscalingPolicy().decide(surplus, [], most, 0)) == ["retire a"]

@@ -17,7 +17,6 @@ from gateway.nodes.router import LoadPhase
 from gateway.schedule.core.model_placement import (
     Instance,
     InstanceUsage,
-    LoadAction,
     ModelDemand,
     ModelPlacementPolicy,
     RouterNode,
@@ -160,6 +159,14 @@ async def test_after_a_hand_over_only_what_waits_here_is_loaded(tmp_path: Path) 
 GIB = 1 << 30
 
 
+BEGUN = {
+    "load": LoadPhase.LOADING,
+    "retire": LoadPhase.RETIRING,
+    "keep": LoadPhase.READY,
+    "unload": LoadPhase.UNLOADING,
+}
+
+
 @dataclass
 class Fleet:
     """Routers whose loads and unloads end when the test says so."""
@@ -202,23 +209,11 @@ class Fleet:
 
     def look(self, *demands: ModelDemand) -> list[tuple[str, str, str]]:
         """Decide, and begin what was decided on."""
-        return self.follow(
-            self.policy.decide(
-                demands,
-                lambda one: self.usages.get((one.node, one.model), InstanceUsage()),
-                self.now,
-            )
+        actions = self.policy.decide(
+            demands, lambda one: self.usages.get(one.key, InstanceUsage()), self.now
         )
-
-    def follow(self, actions: list[LoadAction]) -> list[tuple[str, str, str]]:
-        phases = {
-            "load": LoadPhase.LOADING,
-            "retire": LoadPhase.RETIRING,
-            "keep": LoadPhase.READY,
-            "unload": LoadPhase.UNLOADING,
-        }
         for action in actions:
-            self.change(action.node, action.model, phase=phases[action.verb], since=self.now)
+            self.change(action.node, action.model, phase=BEGUN[action.verb], since=self.now)
         return [action[:3] for action in actions]
 
     def end(self, node: str, model: str) -> None:
@@ -228,7 +223,7 @@ class Fleet:
         self.change(node, model, phase=phase, since=self.now)
 
     def _put(self, instance: Instance) -> None:
-        self.instances[instance.node, instance.model] = instance
+        self.instances[instance.key] = instance
         self.policy.fleet.put(instance)
 
 

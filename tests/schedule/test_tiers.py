@@ -129,7 +129,7 @@ def test_a_request_goes_to_the_tiers_of_its_class_and_elsewhere_for_a_reason(
     spills = reason in {"cpu_wait", "cpu_down"}
     assert (found.reservation is not None) is spills
     if "spill" in keys:
-        assert _running(rules) == spills
+        assert spill_view(rules)["running"] == spills
 
 
 @each_case(
@@ -169,10 +169,10 @@ def test_spending_survives_a_reload_that_switches_spill_over_off_and_on() -> Non
     assert route(rules, Priority.NORMAL, FREE, BUSY, now=3611.0).tiers == ("gpu",)
 
 
-def _running(rules: TierPolicy) -> object:
-    shown = rules.view(0.0)["spill"]
+def spill_view(rules: TierPolicy, now: float = 0.0) -> dict[str, Any]:
+    shown = rules.view(now)["spill"]
     assert isinstance(shown, dict)
-    return shown["running"]
+    return shown
 
 
 WINDOW = 60.0
@@ -202,18 +202,6 @@ def test_the_share_of_the_requests_that_may_spill(share: float, spilled: int) ->
             reservation.settle(0.0, happened=True, now=number * 0.1)
             let_in += 1
     assert let_in == spilled
-
-
-def test_money_is_reserved_before_and_settled_after_the_request() -> None:
-    budget = money(10.0)
-    first = reserved(budget, 0.0, 9.0)
-    second = reserved(budget, 0.0, 9.0)  # the one that may exceed the budget
-    assert budget.reserve(0.0, 0.01) is None
-    first.settle(1.0, happened=True, now=1.0)
-    second.settle(2.0, happened=True, now=2.0)
-    assert (budget.reserved, budget.paid.value(2.0)) == (0.0, 3.0)
-    reserved(budget, 2.0, 100.0)
-    assert budget.reserve(2.0, 0.01) is None
 
 
 def test_a_cancelled_reservation_is_given_back_and_each_is_settled_once() -> None:
@@ -553,10 +541,8 @@ async def test_each_class_keeps_to_its_tiers_and_spill_over_to_its_budget(tmp_pa
         assert 1 <= tiers(answers)["gpu"] <= 5 - paid
         assert {one.fallback for one in answers if one.tier == "gpu"} == {"cpu_wait"}
         policy = site.running.gateway.scheduler.tier_policy
-        await until(lambda: _running(policy) == 0)
-        shown = policy.view(now())["spill"]
-        assert isinstance(shown, dict)
-        assert shown["spilled"] == paid + tiers(answers)["gpu"]
+        await until(lambda: spill_view(policy)["running"] == 0)
+        assert spill_view(policy, now())["spilled"] == paid + tiers(answers)["gpu"]
 
         await site.reload(share=1)
         assert tiers(await site.asked(3, "batch")) == {"cpu": 3}

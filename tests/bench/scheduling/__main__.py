@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -18,11 +17,10 @@ from rich.console import Console
 
 from tests.bench import machine
 from tests.bench.machine import one_of, positive
-from tests.bench.report import write_between_markers
-from tests.bench.scheduling import report, virtual
-from tests.bench.scheduling.fronts import FRONTS, USUAL
-from tests.bench.scheduling.report import LOADS, Outcome, Results
-from tests.bench.scheduling.rounds import WARM_UP, Plan, Rounds
+from tests.bench.report import finish
+from tests.bench.scheduling import report
+from tests.bench.scheduling.fronts import FRONTS
+from tests.bench.scheduling.play import LOADS, WARM_UP, Rounds
 from tests.bench.scheduling.trace import Shape
 from tests.bench.targets import TargetError
 
@@ -35,68 +33,36 @@ def main(words: Sequence[str]) -> int:
     options = _parse(words)
     progress = Console(stderr=True, highlight=False, soft_wrap=True)
     targets = {name: front.target for name, front in FRONTS.items()}
-    if options.virtual:
-        fronts: Sequence[str] = options.only or virtual.USUAL
-    else:
-        fronts = machine.installed(targets, options.only, USUAL, progress)
+    fronts = machine.installed(targets, options.only, list(FRONTS), progress)
     cores = machine.two_cores(progress)
     if not fronts or not cores:
         return 2
     folder = Path(tempfile.mkdtemp(prefix="llama-gateway-bench-"))
     command = shlex.join(["python", "-m", "tests.bench.scheduling", *words])
-    programs = {targets[name].name for name in fronts if name in targets}
-    facts = machine.facts(sorted(programs), progress)
-    plan = _plan(options, folder)
-    try:
-        if options.virtual:
-            outcome = virtual.measure(plan, fronts, progress, facts)
-        else:
-            outcome = _emulated(plan, fronts, progress, cores, facts)
+    facts = machine.facts(sorted({targets[one].name for one in fronts}), progress)
+    quick = options.quick
+    rounds = Rounds(
+        [FRONTS[name] for name in fronts],
+        loads=options.loads or (("capacity",) if quick else tuple(LOADS)),
+        seeds=options.seeds or (1 if quick else SEEDS),
+        scale=options.scale or (QUICK_SCALE if quick else 1.0),
+        shape=QUICK if quick else Shape(),
+        warm_up=QUICK if quick else WARM_UP,
+        folder=folder,
+        core=cores[0],
+        progress=progress,
+    )
+    scale = f"{rounds.scale:g} seconds of the fleet's time in one of the clock's"
+    facts |= {"seeds": str(rounds.seeds), "scale": scale}
+    try:  # with this process, which has the emulated nodes, on the second core
+        results = report.pooled(machine.run_beside(rounds.play(), cores))
     except TargetError as error:
         progress.print(str(error), style="red")
         return 1
-    sys.stdout.write(outcome.tables)
-    if options.json:
-        options.json.write_text(outcome.as_json(command))
-    if outcome.failed:
-        progress.print(f"requests failed; logs and configurations: {folder}", style="red")
-        return 1
-    if options.markdown:
-        write_between_markers(options.markdown, outcome.page(command), outcome.marks)
-    shutil.rmtree(folder)
-    return 0
-
-
-def _plan(options: argparse.Namespace, folder: Path) -> Plan:
-    quick = options.quick
-    seeds = virtual.SEEDS if options.virtual else SEEDS
-    return Plan(
-        loads=options.loads or (("capacity",) if quick else tuple(LOADS)),
-        seeds=options.seeds or (1 if quick else seeds),
-        scale=options.scale or (QUICK_SCALE if quick and not options.virtual else 1.0),
-        folder=folder,
-        shape=QUICK if quick else Shape(),
-        warm_up=QUICK if quick else WARM_UP,
-    )
-
-
-def _emulated(
-    plan: Plan,
-    fronts: Sequence[str],
-    progress: Console,
-    cores: Sequence[int],
-    facts: dict[str, str],
-) -> Outcome:
-    """Play on emulated nodes, with this process on the second core."""
-    rounds = Rounds(plan, [FRONTS[name] for name in fronts], cores[0], progress)
-    results = Results(machine.run_beside(rounds.play(), cores))
-    means = (f"{load} {sum(found) / len(found):.2f}" for load, found in rounds.rates.items())
-    facts |= {
-        "seeds": str(plan.seeds),
-        "scale": f"{plan.scale:g} seconds of the fleet's time in one of the clock's",
-        "sessions a second": ", ".join(means),
-    }
-    return Outcome(results, report.tables(results), facts)
+    titles = {one: FRONTS[one].title for one in fronts}
+    setting = {"command": command, "machine": facts}
+    tables, goals = report.tables(results, titles), report.goals(results)
+    return finish(options, results, goals, tables, folder, setting, report.MARKS)
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
@@ -107,27 +73,13 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--only", type=one_of(list(FRONTS)), help=f"fronts, of {','.join(FRONTS)}")
     add("--loads", type=one_of(list(LOADS)), help=f"of {','.join(LOADS)}; default: all")
-    seeds = f"default {SEEDS}, with --quick 1, with --virtual {virtual.SEEDS}"
-    add("--seeds", type=positive, help=seeds)
-    scale = f"times as fast as life, default 1, with --quick {QUICK_SCALE:g} unless --virtual"
-    add("--scale", type=_factor, help=scale)
+    add("--seeds", type=positive, help=f"default {SEEDS}, with --quick 1")
+    scale = f"times as fast as life, default 1, with --quick {QUICK_SCALE:g}"
+    add("--scale", type=float, help=scale)
     add("--quick", action="store_true", help="a small trace at capacity, to check the harness")
-    in_process = "in virtual time: the gateway and a stand-in for nginx, exact and quick"
-    add("--virtual", action="store_true", help=in_process)
-    add("--json", type=Path, help="write requests, figures and verdicts to this file")
+    add("--json", type=Path, help="write figures and verdicts to this file")
     add("--markdown", type=Path, help="write the tables between the markers of this page")
-    options = parser.parse_args(words)
-    here = {*virtual.USUAL, "edges"}
-    if options.virtual and not here.issuperset(options.only or ()):
-        parser.error(f"with --virtual there are only {', '.join(sorted(here))}")
-    return options
-
-
-def _factor(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 100:
-        raise ValueError(text)
-    return value
+    return parser.parse_args(words)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ closes it all the same, and what they send there meanwhile they would answer wit
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -18,21 +17,12 @@ from tests.bench.targets import TARGETS, Plan, Target, gateway, haproxy, nginx
 from tests.emulator import EmulatedNode
 
 SLOTS = 2
-EDGES = 3
 BATCH = 512  # tokens of one step: what `llama-gateway up` starts servers with
 HOST_MEMORY = 64_000
 """Tokens of evicted prompts that a node keeps: llama.cpp's 8 GiB at 128 KiB a token (8B, F16)."""
 CONTEXT = 16_384
 MODEL = "demo"
 ASKED = re.compile(r"Answer in (\d+) words\.")
-
-
-WITH_POLICY = """
-from gateway.cli import main
-from gateway.schedule.core.selection import POLICIES
-POLICIES["least_finish"] = POLICIES["{}"]
-main()
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,18 +88,6 @@ class Front:
     make use of it."""
 
 
-def _gateway(*words: str, policy: str | None = None) -> Target:
-    """This gateway, with these words more; all settings are the defaults."""
-
-    def command(binary: str, plan: Plan) -> list[str]:
-        served = [*gateway(binary, plan, {}), *words]
-        if policy is None:
-            return served
-        return [sys.executable, "-c", WITH_POLICY.format(policy), *served[1:]]
-
-    return replace(TARGETS["gateway"], command=command)
-
-
 def _nginx(binary: str, plan: Plan) -> list[str]:
     server = "proxy_set_header Connection close; proxy_buffering off;"
     return nginx(binary, plan, http="client_body_buffer_size 1m;", server=server)
@@ -120,20 +98,18 @@ def _haproxy(binary: str, plan: Plan) -> list[str]:
     return haproxy(binary, plan, defaults=defaults, server=f"maxconn {SLOTS}")
 
 
+# All settings are the defaults.
+_GATEWAY = replace(TARGETS["gateway"], command=lambda binary, plan: gateway(binary, plan, {}))
 _HAPROXY = replace(TARGETS["haproxy"], command=_haproxy)
-_POLICIES = ("least_loaded", "round_robin", "prefix_hash")
 
 FRONTS = {
     front.name: front
     for front in (
-        Front("gateway", "gateway, lengths known", _gateway()),
-        Front("gateway-unknown", "gateway, lengths unknown", _gateway(), known=False),
+        Front("gateway", "gateway, lengths known", _GATEWAY),
+        Front("gateway-unknown", "gateway, lengths unknown", _GATEWAY, known=False),
         Front("nginx", "nginx least_conn", replace(TARGETS["nginx"], command=_nginx)),
         Front("haproxy", f"HAProxy leastconn, maxconn {SLOTS}", _HAPROXY),
-        Front("edges", f"gateway with {EDGES} edges", _gateway("--edges", str(EDGES))),
-        *(Front(one, f"gateway, policy {one}", _gateway(policy=one)) for one in _POLICIES),
     )
 }
 OURS = ("gateway", "gateway-unknown")
 PEERS = ("nginx", "haproxy")
-USUAL = (*OURS, *PEERS)  # measured by default; all others only on demand

@@ -1,23 +1,38 @@
-"""Plays a trace against one front: sessions side by side, turns one after the other."""
+"""Plays traces against fronts: every load and seed, all fronts at once, turn after turn.
+
+Each front has a fleet of its own. The fleets sleep rather than compute, so that all fronts can be
+compared under the very same disturbances of the machine, with both cores mostly idle (the report
+tells how busy they were).
+
+Before each measured trace a warm-up is played against every front alike: shorter, with other
+words, other tenants and the same lengths. So learnt speeds and lengths are there, as in a gateway
+that has run for a while; nothing of the measured prompts is in any cache.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-import msgspec
+import httpx
+from rich.console import Console
 
-from tests.bench.load import Address, LoadConnection
-from tests.bench.scenarios import post
-from tests.bench.scheduling.fronts import MODEL
-from tests.bench.scheduling.trace import Trace, Turn
+from tests.bench.load import Address
+from tests.bench.machine import cpu_seconds, waited_seconds
+from tests.bench.scheduling.fronts import FLEET, MODEL, Front, nodes
+from tests.bench.scheduling.trace import Shape, Trace, Turn, make, session_rate
+from tests.bench.targets import Running, running
 from tests.emulator import expected_chat_text
-
-TOKEN = b'"content":"'
+from tests.gateways import NO_TLS
 
 
 @dataclass(slots=True)
@@ -25,7 +40,6 @@ class Answer:
     """The response. Times are monotonic seconds; `first` is 0 if no text came."""
 
     text: str = ""
-    finish: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
@@ -35,32 +49,6 @@ class Answer:
     problem: str = ""
 
 
-class _Exchange(LoadConnection):
-    """One connection for one request, which notes when its text begins."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        super().__init__(self._finish, 0, 0)
-        self.done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.clock = clock
-        self.body = bytearray()
-        self.first = 0.0
-
-    def on_body(self, body: bytes) -> None:
-        self.length += len(body)
-        self.body += body
-        if not self.first and TOKEN in self.body:
-            self.first = self.clock()
-
-    def problem(self) -> str:
-        status = self.parser.get_status_code()
-        reply = bytes(self.body[:300]).decode(errors="replace")
-        return "" if status == 200 else f"status {status}: {reply}"
-
-    def _finish(self, _: LoadConnection, problem: str) -> None:
-        if not self.done.done():
-            self.done.set_result(problem)
-
-
 async def ask(
     address: Address,
     body: dict[str, Any],
@@ -68,55 +56,56 @@ async def ask(
     clock: Callable[[], float] = time.monotonic,
 ) -> Answer:
     """Send a chat request and read its answer to the end, for `limit` seconds at most."""
-    loop = asyncio.get_running_loop()
-    exchange = _Exchange(clock)
-    transport: asyncio.Transport | None = None
     answer = Answer(sent=clock())
+    url = "http://{}:{}/v1/chat/completions".format(*address)
     try:
-        async with asyncio.timeout(limit):
-            transport, _ = await loop.create_connection(lambda: exchange, *address)
-            exchange.send(post("/v1/chat/completions", json.dumps(body).encode()))
-            answer.problem = await exchange.done
+        async with (
+            asyncio.timeout(limit),
+            httpx.AsyncClient(verify=NO_TLS, trust_env=False, timeout=None) as client,
+            client.stream("POST", url, json=body) as reply,
+        ):
+            if reply.status_code == 200:
+                answer.problem = await _read(reply, answer, clock)
+            else:
+                answer.problem = f"status {reply.status_code}: {(await reply.aread())[:300]!r}"
     except TimeoutError:
         answer.problem = f"no end after {limit:.0f} s"
-    except OSError as error:
-        answer.problem = str(error)
-    finally:
-        answer.done = clock()
-        exchange.busy = False
-        if transport is not None:
-            transport.abort()
-    answer.first = exchange.first
-    if not answer.problem:
-        answer.problem = _read(bytes(exchange.body), answer)
+    except httpx.TransportError as error:
+        answer.problem = repr(error)
+    answer.done = clock()
     return answer
 
 
-def _read(body: bytes, answer: Answer) -> str:
+async def _read(reply: httpx.Response, answer: Answer, clock: Callable[[], float]) -> str:
     """Fill in `answer` from the events; returns what is wrong with them, or an empty text."""
-    events = [line[6:] for line in body.split(b"\n") if line.startswith(b"data: ")]
-    if not events or events.pop() != b"[DONE]":
-        return "a stream without [DONE]"
+    last = ""
     try:
-        for event in map(msgspec.json.decode, events):
+        async for line in reply.aiter_lines():
+            last = line.removeprefix("data: ") or last
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(last)
             for choice in event.get("choices", ()):
                 answer.text += choice["delta"].get("content") or ""
-                answer.finish = choice["finish_reason"] or answer.finish
+            if answer.text and not answer.first:
+                answer.first = clock()
             if usage := event.get("usage"):
                 answer.prompt_tokens = usage["prompt_tokens"]
                 answer.completion_tokens = usage["completion_tokens"]
                 answer.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
-    except (msgspec.DecodeError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         return f"not a chat stream: {error!r}"
+    if last != "[DONE]":
+        return "a stream without [DONE]"
     if not answer.prompt_tokens:
         return "a stream without usage"
     return "" if answer.first else "a stream without text"
 
 
+CAPACITY = "capacity"
+LOADS = {"light": 0.5, CAPACITY: 1.0, "above": 1.5}
+"""Loads as shares of the fleet's capacity (`trace.py`)."""
 UNKNOWN = 4096  # `max_tokens` of a client that doesn't know how long its answer will be
-
-Asking = Callable[[Address, dict[str, Any], float, Callable[[], float]], Awaitable[Answer]]
-"""Sends one request to an address, within a limit of seconds by that clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,18 +124,38 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
+class Played:
+    """One trace played against one front."""
+
+    front: str
+    load: str
+    seed: int
+    records: list[Record] = field(repr=False)
+    front_busy: float = 0.0
+    """Share of its core that was in use, by the front and what ran beside it."""
+    load_busy: float = 0.0  # share of the other core that nodes and clients used
+    disturbed: float = 0.0
+    """Share of the time that a process, on average, was ready to run but had no core."""
+
+
+def mean(records: Sequence[Record]) -> float:
+    """The mean seconds from a request to the end of its answer."""
+    return fmean(record.took for record in records)
+
+
+@dataclass(frozen=True, slots=True)
 class Player:
     """How a trace is played: `scale` seconds of the fleet's time pass in one of the clock's.
 
     `limit` is the longest a request may take, in seconds of the fleet's time.
     """
 
-    address: Address
+    addresses: Sequence[Address]  # each request goes to the one with the fewest
     scale: float
     known: bool  # whether `max_tokens` is the answer's real length
     limit: float = 600.0
     clock: Callable[[], float] = time.monotonic
-    asking: Asking = ask
+    busy: Counter[Address] = field(default_factory=Counter)
 
     async def play(self, trace: Trace) -> list[Record]:
         """Play the whole trace. A session ends with the first request that fails."""
@@ -164,7 +173,10 @@ class Player:
             messages.append({"role": "user", "content": turn.question})
             body = chat_body(messages, turn.answer_tokens if self.known else UNKNOWN)
             limit = self.limit / self.scale
-            answer = await self.asking(self.address, body, limit, self.clock)
+            address = min(self.addresses, key=self.busy.__getitem__)
+            self.busy[address] += 1
+            answer = await ask(address, body, limit, self.clock)
+            self.busy[address] -= 1
             problem = answer.problem or as_emulated(messages, turn, answer)
             ttft = answer.first - answer.sent if answer.first else 0.0
             times = ((answer.sent - begin) * self.scale, ttft * self.scale)
@@ -190,3 +202,75 @@ def as_emulated(messages: list[dict[str, Any]], turn: Turn, answer: Answer) -> s
     if answer.text != expected_chat_text(messages, turn.answer_tokens):
         return "another text"
     return ""
+
+
+WARM_UP = Shape(sessions=18, turns=2)
+PAUSE = 5.0  # seconds of the fleet's time between the warm-up's last answer and the trace
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """Plays traces against fronts that are processes."""
+
+    fronts: Sequence[Front]
+    loads: Sequence[str]
+    seeds: int
+    scale: float
+    shape: Shape
+    warm_up: Shape
+    folder: Path
+    core: int
+    progress: Console
+
+    async def play(self) -> list[Played]:
+        """Play everything; one result for each load, seed and front."""
+        played = []
+        for seed in range(1, self.seeds + 1):
+            for load in self.loads:
+                turn = seed % len(self.fronts)
+                order = [*self.fronts[turn:], *self.fronts[:turn]]
+                played += await self._group(order, load, seed)
+        order_of = [front.name for front in self.fronts]
+        return sorted(played, key=lambda p: (order_of.index(p.front), p.seed))
+
+    async def _group(self, fronts: Sequence[Front], load: str, seed: int) -> list[Played]:
+        began = time.monotonic()
+        full = session_rate(make(f"{seed}", 1.0, self.shape), FLEET)
+        warm_up = make(f"warm-up {seed}", full, self.warm_up)
+        trace = make(f"{seed}", full * LOADS[load], self.shape)
+        async with AsyncExitStack() as stack:
+            runs = [await self._started(stack, front, load, seed) for front in fronts]
+            pairs = zip(runs, fronts, strict=True)
+            players = [Player([run.address], self.scale, front.known) for run, front in pairs]
+            await asyncio.gather(*(player.play(warm_up) for player in players))
+            await asyncio.sleep(PAUSE / self.scale)
+            wall, load_cpu = time.perf_counter(), time.process_time()
+            waited = waited_seconds(os.getpid())
+            cpu = [cpu_seconds(run.pid) if run.pid else 0.0 for run in runs]
+            records = await asyncio.gather(*(player.play(trace) for player in players))
+            wall = time.perf_counter() - wall
+            played = [
+                Played(
+                    front=front.name,
+                    load=load,
+                    seed=seed,
+                    records=found,
+                    front_busy=(cpu_seconds(run.pid) - before) / wall if run.pid else 0.0,
+                    load_busy=(time.process_time() - load_cpu) / wall,
+                    disturbed=(waited_seconds(os.getpid()) - waited) / wall / (len(runs) + 1),
+                )
+                for front, run, before, found in zip(fronts, runs, cpu, records, strict=True)
+            ]
+        means = ", ".join(f"{one.front} {mean(one.records):.2f}" for one in played)
+        failed = sum(bool(record.problem) for one in played for record in one.records)
+        problems = f", {failed} requests FAILED" if failed else ""
+        took = f"{time.monotonic() - began:.0f} s"
+        self.progress.print(f"seed {seed}, {load}: mean completion {means}{problems}  [{took}]")
+        return played
+
+    async def _started(self, stack: AsyncExitStack, front: Front, load: str, seed: int) -> Running:
+        fleet = await stack.enter_async_context(nodes(scale=self.scale))
+        folder = self.folder / f"{front.name}-{load}-{seed}"
+        folder.mkdir()
+        ports = tuple(node.port for node in fleet)
+        return await stack.enter_async_context(running(front.target, folder, ports, self.core))
