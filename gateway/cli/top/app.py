@@ -199,9 +199,10 @@ class Top(App[None]):
             lost = f"nothing was heard for {silent:.0f} s"
         note = Text(f"{lost}: what is shown is old" if lost else self._note)
         note.stylize("bold red" if lost else "cyan")
-        shown = self._tables.query_one("#note", Static)
-        shown.update(note)
-        shown.display = bool(note.plain) or self.size.height >= LOW_LINES
+        # While the screen closes its parts go first, and the interval still runs.
+        for shown in self._tables.query("#note").results(Static):
+            shown.update(note)
+            shown.display = bool(note.plain) or self.size.height >= LOW_LINES
 
     def _show_table(self) -> None:
         picture, words, tab = self.picture, self._words, self._tab
