@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import operator
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -54,7 +53,7 @@ from gateway.store.schema import open_requests, processes, revisions, usage
 from gateway.store.store import Store
 from gateway.terms import Caller, Priority
 from tests.callers import ledger_rows
-from tests.callers.build import NOW, Clocks, FlakyStore
+from tests.callers.build import NOW, FlakyStore
 from tests.each_case import each_case
 from tests.gateways import until
 from tests.lease_requests import a_lease_request
@@ -92,6 +91,10 @@ class World:
     def open_requests(self, before: float, but: Mapping[str, object]) -> list[OpenRequest]:
         return [one for one in self.open if one.started_at <= before and but.get(one.id) is None]
 
+    async def ids(self) -> list[str]:
+        """The ids of all rows of the ledger."""
+        return [row["id"] for row in await self.all(usage)]
+
     async def all(self, table: Any) -> list[dict[str, Any]]:
         key = next(iter(table.primary_key))
 
@@ -120,13 +123,15 @@ def an_open_request(id_: str, started_at: float, *, tokens: int = 0, **keys: Any
     )  # fmt: skip
 
 
-@contextmanager
-def running(ledger: Ledger) -> Iterator[None]:
-    task = asyncio.get_running_loop().create_task(ledger.worker.run())
+@asynccontextmanager
+async def running(ledger: Ledger) -> AsyncIterator[None]:
+    tasks = [asyncio.create_task(ledger.worker.run()), asyncio.create_task(ledger.keep_rows())]
     try:
         yield
     finally:
-        task.cancel()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def test_many_rows_of_every_kind_are_written_as_they_are(store_url: str) -> None:
@@ -159,7 +164,7 @@ async def test_a_batch_is_written_once_though_nobody_knows_whether_it_was(store_
         world.open = [an_open_request("o1", NOW)]
         for i in range(3):
             ledger.add(a_row(f"r{i}"))
-        with running(ledger):
+        async with running(ledger):
             for _ in range(3):
                 failures = ledger.worker.failures
                 await until(lambda before=failures: ledger.worker.failures > before)
@@ -220,7 +225,7 @@ async def test_a_row_that_no_store_takes_does_not_hold_up_the_others(store_url: 
         ledger.add(a_row("r3"))
         assert (ledger.added, ledger.booked) == (4, 3)
         await ledger.close(LIMIT)
-        assert [row["id"] for row in await world.all(usage)] == ["r0", "r2", "r3"]
+        assert await world.ids() == ["r0", "r2", "r3"]
         assert (ledger.dropped, ledger.pending, ledger.booked) == (1, 0, 4)
 
 
@@ -231,7 +236,7 @@ async def test_beyond_the_bound_the_oldest_rows_are_dropped_and_counted(store_ur
             ledger.add(a_row(f"r{i:02}"))
         assert (ledger.pending, ledger.dropped) == (10, 15)
         await ledger.close(LIMIT)
-        assert [row["id"] for row in await world.all(usage)] == [f"r{i}" for i in range(15, 25)]
+        assert await world.ids() == [f"r{i}" for i in range(15, 25)]
 
 
 async def test_a_store_that_never_answers_delays_the_end_for_a_bounded_time() -> None:
@@ -344,7 +349,7 @@ async def test_an_open_request_is_its_new_processs_and_never_lost(store_url: str
             world.clock.now += DEAD_SECONDS
             await second.start(LIMIT)
         await third.start(LIMIT)
-        assert [one["id"] for one in await world.all(usage)] == ["r2"]
+        assert await world.ids() == ["r2"]
         second.add(a_row("r1", "p2.0"))
         await second.close(LIMIT)
         assert await world.all(open_requests) == []
@@ -393,7 +398,7 @@ async def test_a_slow_store_has_each_request_before_it_is_a_second_old(
     store = FlakyStore(connection, seconds=seconds)
     ledger = Ledger(cast("Any", store), own, loop.time, loop.time, running_since)
     ages: list[float] = []
-    with running(ledger):
+    async with running(ledger):
         known: set[str] = set()
         for number in range(1000):
             admitted[f"r{number}"] = loop.time()
@@ -428,27 +433,12 @@ async def test_a_job_and_its_rows_are_committed_together_or_not_at_all(store_url
             await ledger.write_with(job)
         assert await world.all(revisions) == await world.all(usage) == []
         await ledger.write_with(job)
-        assert [row["id"] for row in await world.all(usage)] == ["r0", "r1"]
+        assert await world.ids() == ["r0", "r1"]
         assert (len(await world.all(revisions)), ledger.written) == (1, 2)
 
 
-def a_watch(clock: Clock, host: str = "here") -> ProcessWatch:
-    return ProcessWatch(ProcessIdentity("me.0", host, 1, NOW), clock)
-
-
-def a_request(id_: str) -> OpenRequest:
-    return OpenRequest(
-        id_, NOW, "alice", "team", None, "demo", "normal", "cpu", "a", "/v1/chat/completions",
-        True, 1000, 0.5, 100, 7,
-    )  # fmt: skip
-
-
-def a_ledger(store: Store, own: ProcessIdentity, *open_: OpenRequest, clocks: Clocks) -> Ledger:
-    return Ledger(store, own, clocks.wall, clocks.clock, lambda *_: open_)
-
-
-def rows_of(connection: Connection, table: Any = usage) -> list[dict[str, Any]]:
-    return [dict(row._mapping) for row in connection.execute(select(table))]
+def a_watch(clock: Clock) -> ProcessWatch:
+    return ProcessWatch(ProcessIdentity("me.0", "here", 1, NOW), clock)
 
 
 async def test_a_process_that_shows_itself_again_is_not_dead() -> None:
@@ -507,24 +497,22 @@ def test_the_start_of_a_process_whose_name_looks_like_more_fields_is_read(tmp_pa
 
 async def test_a_process_that_lives_after_all_keeps_its_requests(store_url: str) -> None:
     """It has shown itself between the look that found it dead and the one that would take them."""
-    own, clocks = ProcessIdentity("p.0", "there", 7, NOW), Clocks()
-    with opened(store_url) as store:
-        await a_ledger(store, own, a_request("r1"), clocks=clocks).start(LIMIT)
-        (seen,) = await store.run(seen_processes)
-        await store.run(lambda connection: register(connection, own, NOW + 1.0))
-        assert await store.run(lambda connection: take_open_requests(connection, seen)) == []
-        assert len(await store.run(lambda connection: rows_of(connection, open_requests))) == 1
-        (seen,) = await store.run(seen_processes)
-        taken = await store.run(lambda connection: take_open_requests(connection, seen))
+    async with a_world(store_url) as world:
+        run, ledger = world.store.run, world.ledger()
+        world.open = [an_open_request("r1", NOW)]
+        await ledger.start(LIMIT)
+        (seen,) = await run(seen_processes)
+        await run(lambda connection: register(connection, ledger.own, NOW + 200.0))
+        assert await run(lambda connection: take_open_requests(connection, seen)) == []
+        assert len(await world.all(open_requests)) == 1
+        (seen,) = await run(seen_processes)
+        taken = await run(lambda connection: take_open_requests(connection, seen))
         assert [one["id"] for one in taken] == ["r1"]
-        assert await store.run(seen_processes) == []
-
-
-COLUMNS = len(ROW_COLUMNS)
+        assert await run(seen_processes) == []
 
 
 def rows_in(path: Path) -> list[str]:
-    return [row[0] for some in read_rows(path, COLUMNS, 2) for row in some]
+    return [row[0] for some in read_rows(path, len(ROW_COLUMNS), 2) for row in some]
 
 
 def test_rows_are_private_and_read_by_others_when_their_process_has_ended(tmp_path: Path) -> None:
@@ -533,10 +521,7 @@ def test_rows_are_private_and_read_by_others_when_their_process_has_ended(tmp_pa
     assert second.left() == []
     first.keep([a_row("r1"), a_row("r2")])
     first.keep([a_row("r3")])
-    assert (folder.stat().st_mode & 0o777, (folder / "p1.rows").stat().st_mode & 0o777) == (
-        0o700,
-        0o600,
-    )
+    assert [one.stat().st_mode & 0o777 for one in (folder, folder / "p1.rows")] == [0o700, 0o600]
     assert second.left() == []
     first.close()
     assert [rows_in(path) for path in second.left()] == [["r1", "r2", "r3"]]
@@ -589,33 +574,13 @@ def test_lines_that_are_no_rows_are_skipped(tmp_path: Path) -> None:
     assert rows_in(path) == ["r1"]
 
 
-@contextlib.asynccontextmanager
-async def keeping_rows(ledger: Ledger) -> AsyncIterator[None]:
-    tasks = [asyncio.create_task(ledger.worker.run()), asyncio.create_task(ledger.keep_rows())]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def ids_of(world: World) -> list[str]:
-    return [row["id"] for row in await world.all(usage)]
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"sqlite:///{tmp_path}/gateway.db"
-
-
 async def test_rows_of_a_process_that_was_killed_without_a_store_are_booked_by_the_next_one(
-    url: str, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     folder = tmp_path / "rows"
-    async with a_world(url) as world:
+    async with a_world(f"sqlite:///{tmp_path}/gateway.db") as world:
         killed = world.ledger(FlakyStore(world.store, is_away=True), kept=KeptRows(folder, "p1.0"))
-        async with keeping_rows(killed):
+        async with running(killed):
             for number in range(3):
                 killed.add(a_row(f"r{number}"))
             # They are written by one write, behind the file's creation.
@@ -624,20 +589,20 @@ async def test_rows_of_a_process_that_was_killed_without_a_store_are_booked_by_t
         killed.kept.close()
         following = world.ledger(kept=KeptRows(folder, "p2.0"))
         await following.start(10.0)
-        assert await ids_of(world) == ["r0", "r1", "r2"]
+        assert await world.ids() == ["r0", "r1", "r2"]
         assert following.recovered == 3
         assert list(folder.iterdir()) == []
 
 
 async def test_rows_are_booked_once_when_the_store_is_back_and_those_that_memory_had_no_room_for(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.callers.ledger.MOST_ROWS_AT_ONCE", 2)
     folder = tmp_path / "rows"
-    async with a_world(url) as world:
+    async with a_world(f"sqlite:///{tmp_path}/gateway.db") as world:
         store = FlakyStore(world.store, is_away=True)
         ledger = world.ledger(store, kept=KeptRows(folder, "p1.0"), most_pending=8, flush_rows=99)
-        async with keeping_rows(ledger):
+        async with running(ledger):
             for batch in range(4):
                 for number in range(4):
                     ledger.add(a_row(f"r{batch}{number}"))
@@ -646,7 +611,7 @@ async def test_rows_are_booked_once_when_the_store_is_back_and_those_that_memory
             world.clock.now += 100
             store.is_away = False
             await until(lambda: not any(folder.iterdir()) and not ledger.pending)
-        assert await ids_of(world) == [
+        assert await world.ids() == [
             f"r{batch}{number}" for batch in range(4) for number in range(4)
         ]
 
