@@ -179,6 +179,13 @@ def _put_store(path: Path) -> None:
             opened.write(_new_store())
 
 
+async def answered(client: httpx.AsyncClient, path: str, method: str = "GET", **more: Any) -> Any:
+    """The JSON that a request is answered with, which must succeed."""
+    response = await client.request(method, path, **more)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
 async def until(
     condition: Any, limit: float = 30.0, seen: Callable[[], object] = lambda: ""
 ) -> None:

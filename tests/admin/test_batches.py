@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +13,20 @@ import pytest
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway
 from tests.polling import eventually
+from tests.stored.batch_gateway import lines
 from tests.web.two_keys import ALICE, BOB, gateway, kept, reason, two_callers
 
 pytestmark = pytest.mark.usefixtures("hurried")
 
-CHAT = "/v1/chat/completions"
 
-
-def jsonl(*ids: str, **body: Any) -> bytes:
-    asked = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5, **body}
-    lines = ({"custom_id": id_, "method": "POST", "url": CHAT, "body": asked} for id_ in ids)
-    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
-
-
-async def upload(running: Running, content: bytes, **query: str) -> httpx.Response:
+async def upload(running: Running, items: Iterable[Any], **query: str) -> httpx.Response:
+    """Hand in a batch of these lines as an operator; a text is no JSON."""
+    content = "".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in items)
     return await running.admin.post(
         "/admin/batches",
         params=query,
         data={"purpose": "batch"},
-        files={"file": ("in.jsonl", content)},
+        files={"file": ("in.jsonl", content.encode())},
     )
 
 
@@ -49,7 +45,7 @@ async def audited(running: Running) -> list[tuple[str, str, str]]:
 
 async def test_an_upload_is_the_batch_of_the_key_that_is_named(tmp_path: Path) -> None:
     async with two_callers(tmp_path) as (running, alice, bob):
-        made = await upload(running, jsonl("a", "b"), key="alice", completion_window="2h")
+        made = await upload(running, lines(2), key="alice", completion_window="2h")
         assert made.status_code == 200, made.text
         batch = made.json()
         assert (batch["key"], batch["api"], batch["errors_by_kind"]) == (ALICE.id, "openai", [])
@@ -65,27 +61,27 @@ async def test_an_upload_is_the_batch_of_the_key_that_is_named(tmp_path: Path) -
 
 async def test_an_upload_that_is_no_batch_leaves_nothing(tmp_path: Path) -> None:
     async with gateway(tmp_path, batches={"batches_per_key": 1}) as running:
-        unknown = await upload(running, jsonl("a"), key="carol")
+        unknown = await upload(running, lines(1), key="carol")
         assert reason(unknown) == (404, "key_not_found")
-        unnamed = await upload(running, jsonl("a"))
+        unnamed = await upload(running, lines(1))
         assert reason(unnamed) == (404, "key_not_found")
-        assert reason(await upload(running, jsonl("a"), key="alice", colour="red"))[0] == 400
+        assert reason(await upload(running, lines(1), key="alice", colour="red"))[0] == 400
         unknown = await running.admin.post("/admin/batches/batch_none/cancel")
         assert reason(unknown) == (404, "batch_not_found")
-        wrong = await upload(running, jsonl("a"), key="alice", completion_window="soon")
+        wrong = await upload(running, lines(1), key="alice", completion_window="soon")
         assert reason(wrong) == (400, "invalid_value")
         assert kept(tmp_path) == []
-        assert (await upload(running, jsonl("a"), key="alice")).status_code == 200
-        full = await upload(running, jsonl("a"), key="alice")
+        assert (await upload(running, lines(1), key="alice")).status_code == 200
+        full = await upload(running, lines(1), key="alice")
         assert reason(full) == (429, "too_many_batches")
         assert len(kept(tmp_path)) == 1
-        assert (await upload(running, jsonl("a"), key="bob")).status_code == 200
+        assert (await upload(running, lines(1), key="bob")).status_code == 200
 
 
 async def test_batches_of_all_keys_and_apis_are_listed_the_newest_first(tmp_path: Path) -> None:
     async with two_callers(tmp_path) as (running, _, _):
         owners = ("alice", "bob", "alice")
-        ids = [(await upload(running, jsonl("a"), key=name)).json()["id"] for name in owners]
+        ids = [(await upload(running, lines(1), key=name)).json()["id"] for name in owners]
         params = {"max_tokens": 5, "messages": [{"role": "user", "content": "Hello"}], "model": "m"}
         answer = await running.client.post(
             "/v1/messages/batches",
@@ -120,8 +116,8 @@ async def test_batches_of_all_keys_and_apis_are_listed_the_newest_first(tmp_path
 
 async def test_results_and_errors_are_read_and_that_is_audited(tmp_path: Path) -> None:
     async with running_gateway(tmp_path, [EmulatedNode()]) as running:
-        content = jsonl("good") + b"no json\n" + jsonl("good") + jsonl("other", model="unknown")
-        id_ = (await upload(running, content)).json()["id"]
+        items = [*lines(1), "no json", *lines(1), *lines(1, 1, model="unknown")]
+        id_ = (await upload(running, items)).json()["id"]
         found = await shown(running, id_, "completed")
         assert (found["key"], found["key_name"]) == ("anonymous:local", None)
         kinds = {one["code"]: (one["lines"], one["first_line"]) for one in found["errors_by_kind"]}
@@ -129,7 +125,7 @@ async def test_results_and_errors_are_read_and_that_is_audited(tmp_path: Path) -
         assert kinds["model_not_found"] == (1, 4)
         results = await running.admin.get(f"/admin/batches/{id_}/results")
         assert results.headers["content-disposition"].startswith("attachment")
-        assert [json.loads(one)["custom_id"] for one in results.text.splitlines()] == ["good"]
+        assert [json.loads(one)["custom_id"] for one in results.text.splitlines()] == ["line-0"]
         failed = await running.admin.get(f"/admin/batches/{id_}/errors")
         assert len(failed.text.splitlines()) == 3
         assert (await audited(running))[1:] == [

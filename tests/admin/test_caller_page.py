@@ -42,13 +42,8 @@ async def a_gateway(folder: Path) -> AsyncIterator[Running]:
         spec = {"name": "node-0", "url": node.url, "cost_per_hour": 3.0}
         async with running_gateway(folder, [spec], SETTINGS) as running:
             for number, key in enumerate((ALICE, ALICE, ALICE, OTHER)):
-                body = {
-                    "max_tokens": 8,
-                    "messages": [{"role": "user", "content": "words-nobody-knows"}],
-                }
-                headers = {"authorization": f"Bearer {key.text}", "x-request-id": f"mine-{number}"}
-                chat = await running.client.post("/v1/chat/completions", json=body, headers=headers)
-                assert chat.status_code == 200, chat.text
+                words = [{"role": "user", "content": "words-nobody-knows"}]
+                await running.chat(key, {"x-request-id": f"mine-{number}"}, messages=words)
             await recorded(running, 4)
             yield running
 

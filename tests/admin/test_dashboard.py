@@ -1,30 +1,43 @@
-"""The dashboard in a real browser, over a whole gateway with emulated nodes."""
+"""The dashboard in a real browser, over a whole gateway with emulated nodes.
+
+`pytest tests/admin/test_dashboard.py -k questions -n 0 -s` prints the clicks and the seconds that
+each of five questions takes.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import re
+import time
 from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from playwright.async_api import Locator, Page, expect
+from sqlalchemy import update
 
-from gateway.callers.keys import AdminRole, new_key
+from gateway.callers.keys import AdminRole, ApiKey, new_key
+from gateway.store.schema import usage
 from gateway.terms import Priority
-from tests.admin.browser import a_browser, a_page, needs_browser, opened_at, turn_to
+from tests.admin.browser import PATIENCE, a_browser, a_page, needs_browser, opened_at, turn_to
+from tests.admin.test_batches import upload
+from tests.beside import beside
 from tests.emulator import EmulatedNode
 from tests.gateways import NO_TLS, Running, running_gateway, until
+from tests.known import known
+from tests.polling import eventually
+from tests.stored.batch_gateway import lines
+from tests.web.test_route_tables import ADMIN
+from tests.web.test_route_tables import ADMIN_KEYS as KEYS
 
 pytestmark = [pytest.mark.slow, needs_browser]
 
-KEYS = {role: new_key(f"the-{role.label}") for role in AdminRole}
-ADMIN = {
-    "keys": [{"id": key.id, "sha256": key.sha256, "role": role.label} for role, key in KEYS.items()]
-}
 AXE = (Path(__file__).parent / "axe" / "axe.min.js").read_text()
 HOSTILE = "<img src=x onerror=alert(1)>\u202e\u0007</script><script>alert(2)</script>"
 
@@ -39,27 +52,19 @@ async def a_fleet(
     **node: Any,
 ) -> AsyncIterator[tuple[Running, dict[str, EmulatedNode]]]:
     """A gateway over two emulated nodes on each host, and over `more`."""
+    options: dict[str, Any] = {"slots": 2, "decode_tps": 25.0, "answer_tokens": 2000, **node}
     emulated: dict[str, EmulatedNode] = {}
+    specs: list[dict[str, Any]] = []
     async with contextlib.AsyncExitStack() as stack:
-        specs: list[dict[str, Any]] = []
-        for host in hosts:
-            for numa in "01":
-                name = f"epyc-{host}-numa{numa}"
-                options: dict[str, Any] = {
-                    "slots": 2,
-                    "decode_tps": 25.0,
-                    "answer_tokens": 2000,
-                    **node,
-                }
-                one = await stack.enter_async_context(EmulatedNode(**options))
-                emulated[name] = one
-                specs.append(
-                    {"name": name, "url": one.url, "host": f"epyc-{host}",
-                     "labels": {"numa": numa}, "cost_per_hour": 0.2}
-                )  # fmt: skip
-        nodes = [*specs, *more]
-        running = await stack.enter_async_context(running_gateway(folder, nodes, settings))
-        yield running, emulated
+        for host, numa in itertools.product(hosts, "01"):
+            name = f"epyc-{host}-numa{numa}"
+            emulated[name] = await stack.enter_async_context(EmulatedNode(**options))
+            specs.append(
+                {"name": name, "url": emulated[name].url, "host": f"epyc-{host}",
+                 "labels": {"numa": numa}, "cost_per_hour": 0.2}
+            )  # fmt: skip
+        started = running_gateway(folder, [*specs, *more], settings)
+        yield await stack.enter_async_context(started), emulated
 
 
 @contextlib.asynccontextmanager
@@ -94,34 +99,24 @@ def node_card(page: Page, name: str) -> Any:
 
 @contextlib.asynccontextmanager
 async def streams(
-    running: Running, number: int, key: str | None = None, **body: Any
+    running: Running, number: int, key: ApiKey | str = "", **body: Any
 ) -> AsyncIterator[None]:
     """So many chats, each begun anew when it ends; with the key, if there is one."""
 
     async def chat(caller: int) -> None:
-        async with httpx.AsyncClient(base_url=running.url, trust_env=False, verify=NO_TLS) as one:
+        words = f"caller {caller}: " + "word " * (20 + 9 * caller)
+        asked = {"messages": [{"role": "user", "content": words}], "stream": True, **body}
+        headers = {"x-priority": ("normal", "premium", "batch", "urgent")[caller % 4]}
+        options: dict[str, Any] = {"trust_env": False, "verify": NO_TLS, "timeout": 120.0}
+        async with httpx.AsyncClient(base_url=running.url, **options) as client:
+            alone = replace(running, client=client)
             while True:
                 with contextlib.suppress(httpx.HTTPError):
-                    words = f"caller {caller}: " + "word " * (20 + 9 * caller)
-                    asked = {"messages": [{"role": "user", "content": words}], "stream": True}
-                    headers = {"x-priority": ("normal", "premium", "batch", "urgent")[caller % 4]}
-                    if key is not None:
-                        headers["authorization"] = f"Bearer {key}"
-                    async with one.stream(
-                        "POST", "/v1/chat/completions", json={**asked, **body}, headers=headers,
-                        timeout=120.0,
-                    ) as response:  # fmt: skip
-                        async for _ in response.aiter_raw():
-                            pass
+                    await alone.chat(key, headers, **asked)
                 await asyncio.sleep(0.05)
 
-    tasks = [asyncio.create_task(chat(caller)) for caller in range(number)]
-    try:
+    async with beside(*map(chat, range(number))):
         yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @pytest.mark.parametrize(
@@ -149,8 +144,12 @@ async def test_a_wrong_key_is_refused_and_no_key_is_stored(wrong: str, tmp_path:
 
 @pytest.mark.smoke
 async def test_a_viewer_sees_the_fleet_and_may_change_nothing(tmp_path: Path) -> None:
-    async with a_dashboard(tmp_path, AdminRole.VIEWER) as (_, _, page):
+    async with a_dashboard(tmp_path, AdminRole.VIEWER, chats=3) as (_, _, page):
         await expect(page.locator("#nodes .node")).to_have_count(4)
+        # And what its slots do, but not for whom.
+        await inked(page, FIRST_CALLER)
+        await expect(page.locator("#timeline .caller")).to_have_count(0)
+        await expect(page.locator("#figures h2").last).to_have_text("Spent in the last hour")
         for name in ("Drain", "Probe"):
             assert await page.get_by_role("button", name=name).count() == 0
         pages = page.locator("#rail").get_by_role("link")
@@ -304,16 +303,12 @@ async def test_the_playground_tells_its_place_and_how_long_it_has_waited(tmp_pat
 
 
 async def ask(
-    running: Running, name: str, class_: str = "normal", *, key: str = "", **body: Any
+    running: Running, name: str, class_: str = "normal", key: ApiKey | str = "", **body: Any
 ) -> None:
-    ledger = running.gateway.ledger
-    assert ledger is not None
+    ledger = known(running.gateway.ledger)
     written = ledger.written
-    asked = {"messages": [{"role": "user", "content": "Say something."}], "stream": True, **body}
     headers = {"x-request-id": name, "x-priority": class_}
-    if key:
-        headers["authorization"] = f"Bearer {key}"
-    await running.client.post("/v1/chat/completions", json=asked, headers=headers)
+    await running.chat(key, headers, stream=True, **body)
     await until(lambda: ledger.written > written)
 
 
@@ -374,3 +369,335 @@ async def test_a_request_is_followed_to_its_end_beside_what_was_predicted(tmp_pa
             await told.get_by_role("link", name="demo").click()
             await expect(page).to_have_url(re.compile("#/models/demo$"))
         await asked
+
+
+# The first page: its figures, its problems, the timeline of slots and the wall.
+
+
+INKS = """([selector, part]) => {
+  const canvas = document.querySelector(selector);
+  const box = document.querySelector(part ?? selector)?.getBoundingClientRect();
+  // Until the first answer is there and laid out, nothing is drawn.
+  if (!canvas?.width || !box?.width) return {};
+  const scale = canvas.width / canvas.clientWidth, corner = canvas.getBoundingClientRect();
+  const { data } = canvas.getContext("2d").getImageData((box.left - corner.left) * scale,
+    (box.top - corner.top) * scale, box.width * scale, box.height * scale);
+  const found = {};
+  for (let place = 0; place < data.length; place += 4) {
+    if (data[place + 3] === 255) {
+      const ink = data.slice(place, place + 3).join();
+      found[ink] = (found[ink] ?? 0) + 1;
+    }
+  }
+  return found;
+}"""
+"""How many dots of each colour a canvas has, or the part of it where another element stands."""
+FIRST_CALLER, DARK_FIRST_CALLER = "9,105,218", "88,166,255"
+
+
+async def inked(page: Page, colour: str) -> None:
+    """Wait until the timeline has some dots of a colour."""
+
+    async def look() -> bool | None:
+        dots = await page.evaluate(INKS, ["#timeline canvas", None])
+        return dots.get(colour, 0) >= 20 or None
+
+    await eventually(look, PATIENCE / 1000)
+
+
+async def test_a_problem_is_a_line_that_unfolds_and_notices_can_be_hidden(tmp_path: Path) -> None:
+    health = {"health": {"interval": 1.0, "fall": 1, "rise": 1}}
+    async with a_dashboard(tmp_path, settings=health) as (running, nodes, page):
+        running.gateway.fleet.drain("epyc-a-numa0")
+        problems = page.locator("#problems")
+        await expect(problems).to_contain_text("Nothing needs attention")
+        drained = problems.get_by_text("epyc-a-numa0 is drained")
+        await expect(drained).to_be_hidden()
+        await problems.locator(".notices > summary").click()
+        await expect(drained).to_be_visible()
+        await problems.get_by_role("button", name="Hide for a day").click()
+        await expect(problems).to_contain_text("hidden for a day")
+        stored = await page.evaluate("JSON.stringify(localStorage)")
+        assert "epyc" not in stored
+        await page.reload()
+        await expect(problems).to_contain_text("1 notice hidden for a day")
+        await nodes["epyc-b-numa1"].kill()
+        problem = problems.locator(".problem.critical, .problem.warning").first
+        await expect(problem).to_contain_text("epyc-b-numa1")
+        await expect(problem.locator(".remedy")).to_be_hidden()
+        await problem.locator("summary").focus()
+        await page.keyboard.press("Enter")
+        await expect(problem.locator(".remedy")).to_be_visible()
+        await expect(problem).to_contain_text("llama-gateway nodes probe")
+        await problem.get_by_role("link", name="epyc-b-numa1").click()
+        await expect(page.locator("#node")).to_contain_text("epyc-b-numa1")
+        await page.go_back()
+        await problems.get_by_role("button", name="Show").click()
+        await expect(problems.locator(".notices")).to_have_count(1)
+        assert await page.evaluate("localStorage.length") == 0
+        await nodes["epyc-b-numa1"].revive()
+        await expect(node_card(page, "epyc-b-numa1")).to_have_class(re.compile("s-ready"))
+        await expect(problem).to_have_count(0)
+
+
+async def test_the_timeline_draws_what_slots_do_and_tells_it_in_words(tmp_path: Path) -> None:
+    async with a_dashboard(tmp_path, chats=6) as (running, nodes, page):
+        picture = page.locator("#timeline")
+        row = picture.locator("tbody tr", has_text="epyc-a-numa0")
+        await expect(row.locator("td").nth(1)).to_have_text("2")
+        await expect(picture.locator(".chip.caller")).to_have_text(["anonymous:127.0.0.1"])
+        await page.emulate_media(color_scheme="dark", forced_colors="active")
+        await inked(page, DARK_FIRST_CALLER)
+        await page.emulate_media(color_scheme="light", forced_colors="none")
+        # A node dies in mid-sentence: its streams are cut, and go on elsewhere.
+        await inked(page, FIRST_CALLER)
+        await nodes["epyc-a-numa0"].kill()
+        await expect(row.locator("td").nth(5)).to_have_text("2")
+        moved = picture.locator("tbody tr td:last-child")
+        await expect(moved.filter(has_text=re.compile(r"^[1-9]")).first).to_be_attached()
+        # What lies under the pointer is told, and leads to its request.
+        canvas = picture.locator("canvas")
+        box = await canvas.bounding_box()
+        assert box is not None
+        lane = running.gateway.fleet.nodes["epyc-b-numa0"]
+        assert lane.slots_busy
+        await canvas.hover(position={"x": box["width"] - 12, "y": 80})
+        await expect(picture.locator(".tip")).to_contain_text(re.compile("epyc-.*runs"))
+        await canvas.click(position={"x": box["width"] - 12, "y": 80})
+        await expect(page).to_have_url(re.compile("#/requests/"))
+        await expect(page.locator("#page")).to_contain_text("Attempt 1")
+
+
+EDGE = "136,150,165"
+WRITING, DARK_WRITING = "32,120,184", "74,163,223"
+
+
+async def on_wall(page: Page, *names: str) -> set[str]:
+    """The colours that the wall has where these nodes stand."""
+    places = [[".wall canvas", f'[data-node="{name}"]'] for name in names]
+    return {ink for place in places for ink in await page.evaluate(INKS, place)}
+
+
+async def drawn(page: Page, *names: str, colour: str = EDGE) -> None:
+    """Wait until a colour is there."""
+
+    async def look() -> bool | None:
+        return colour in await on_wall(page, *names) or None
+
+    await eventually(look, PATIENCE / 1000)
+
+
+@contextlib.asynccontextmanager
+async def a_wall(folder: Path, **node: Any) -> AsyncIterator[tuple[Running, Page]]:
+    async with (
+        a_fleet(folder, **node) as (running, _),
+        opened(running, at="nodes", color_scheme="light") as page,
+    ):
+        await page.locator("#nodes select").select_option("dots")
+        await expect(page.locator(".dots .node")).to_have_count(4)
+        await page.wait_for_selector(".wall canvas")
+        yield running, page
+
+
+async def test_the_wall_draws_the_slots_of_each_node_and_follows_them(tmp_path: Path) -> None:
+    async with a_wall(tmp_path) as (running, page):
+        nodes = list(running.gateway.fleet.nodes)
+        for name in nodes:
+            await drawn(page, name)
+        running.gateway.fleet.drain("epyc-a-numa0")
+        async with streams(running, 2):
+            writing = [name for name in nodes if name != "epyc-a-numa0"]
+            await drawn(page, *writing, colour=WRITING)
+            assert WRITING not in await on_wall(page, "epyc-a-numa0")
+            await page.get_by_role("button", name="Colours: auto").click()
+            await page.get_by_role("button", name="Colours: light").click()
+            await drawn(page, *writing, colour=DARK_WRITING)
+        await page.get_by_role("button", name="Colours: dark").click()
+        # A smaller page places the nodes elsewhere, and a search leaves one at the first place.
+        await page.set_viewport_size({"width": 390, "height": 844})
+        for name in nodes:
+            await drawn(page, name)
+        await page.locator("#nodes input").fill("epyc-b-numa1")
+        await expect(page.locator(".dots .node")).to_have_count(1)
+        await drawn(page, "epyc-b-numa1")
+        await page.locator(".dots .node").click()
+        await expect(page.locator("#node")).to_contain_text("epyc-b-numa1")
+
+
+@pytest.mark.parametrize("size", ["dots", "tiles"])
+async def test_the_tab_key_stops_once_and_arrows_go_on(tmp_path: Path, size: str) -> None:
+    async with a_wall(tmp_path) as (_, page):
+        names = ["epyc-a-numa0", "epyc-a-numa1", "epyc-b-numa0", "epyc-b-numa1"]
+        chosen = page.locator("#nodes select")
+        await chosen.select_option(size)
+        await chosen.focus()
+        for key, name in (
+            *(("Tab", names[0]), ("ArrowLeft", names[0]), ("ArrowRight", names[1])),
+            *(("End", names[3]), ("Home", names[0]), ("ArrowRight", names[1])),
+        ):
+            await page.keyboard.press(key)
+            await expect(page.locator(f'.{size} [data-node="{name}"] a')).to_be_focused()
+        await page.keyboard.press("Shift+Tab")
+        await expect(chosen).to_be_focused()
+        for _ in range(2):
+            await page.keyboard.press("Tab")
+        await expect(page.locator("#nodes :focus")).to_have_count(0)
+        # The node that had the focus goes: the list can be reached again.
+        await page.locator("#nodes input").fill("epyc-b")
+        await expect(page.locator(f".{size} [data-node]")).to_have_count(2)
+        await chosen.focus()
+        await page.keyboard.press("Tab")
+        await expect(page.locator(f'.{size} [data-node="{names[2]}"] a')).to_be_focused()
+        await page.keyboard.press("Enter")
+        await expect(page.locator("#node")).to_contain_text(names[2])
+
+
+# Five questions of week two, each answered within three clicks from the overview, and timed.
+
+
+WEB, CRAWLER = new_key("web"), new_key("crawler")
+TEAMS: dict[str, Any] = {
+    "keys": [
+        {"id": key.id, "sha256": key.sha256, "name": key.id, "group": group}
+        for key, group in ((WEB, "research"), (CRAWLER, "lab"))
+    ]
+}
+MOST_CLICKS = 3
+DAY = 86_400
+
+
+@dataclass
+class Reader:
+    """An operator who begins at the overview; what he clicks is counted."""
+
+    page: Page
+    clicks: int = 0
+    told: list[str] = field(default_factory=list)
+
+    async def click(self, target: Locator) -> None:
+        self.clicks += 1
+        await target.click()
+
+    async def choose(self, target: Locator, **option: Any) -> None:
+        self.clicks += 1
+        await target.select_option(**option)
+
+    async def turn_to(self, title: str) -> None:
+        await self.click(self.page.locator("#rail").get_by_role("link", name=title))
+
+    @contextlib.asynccontextmanager
+    async def asks(self, question: str) -> AsyncIterator[None]:
+        await self.page.evaluate("location.hash = '#/overview'")
+        await expect(self.page.get_by_role("heading", level=1)).to_have_text("Overview")
+        self.clicks, begun = 0, time.perf_counter()
+        yield
+        took = time.perf_counter() - begun
+        self.told.append(f"{question:<45} {self.clicks} clicks, {took:.1f} s")
+        assert self.clicks <= MOST_CLICKS, question
+
+
+async def move_back(running: Running, seconds: float) -> None:
+    """Let what ended within this hour have ended so many seconds before."""
+    times = {name: usage.c[name] - seconds for name in ("started_at", "ended_at")}
+    moved = update(usage).where(usage.c.ended_at > time.time() - 3600).values(times)
+    await known(running.gateway.store).run(lambda connection: connection.execute(moved))
+
+
+@contextlib.asynccontextmanager
+async def a_flood(running: Running, number: int) -> AsyncIterator[None]:
+    """So many chats of the crawler and one of the web, until they are left."""
+    keys = [CRAWLER] * number + [WEB]
+    async with beside(*(running.chat(key, max_tokens=4000) for key in keys)):
+        await until(lambda: len(running.gateway.registry) == len(keys))
+        yield
+    await until(lambda: len(running.gateway.registry) == 0)
+
+
+async def test_five_questions_are_answered_within_three_clicks(tmp_path: Path) -> None:
+    present = datetime.now(UTC)
+    last_month = present.replace(day=1) - timedelta(days=1)
+    async with EmulatedNode(slots=2, decode_tps=60.0, answer_tokens=4000) as node:
+        spec = {"name": "epyc-a", "url": node.url, "cost_per_hour": 3600.0}
+        async with running_gateway(tmp_path, [spec], TEAMS) as running:
+            for _ in range(2):
+                await ask(running, "long-ago", key=WEB, max_tokens=30)
+            await move_back(running, (present - last_month).total_seconds())
+            await ask(running, "quick", key=WEB, max_tokens=3)
+            await ask(running, "slow-one", key=WEB, max_tokens=60)
+            await move_back(running, DAY)
+            # Yesterday is more than memory keeps.
+            running.gateway.scheduler.decision_log.grants.clear()
+            running.gateway.live.view.history._served.clear()
+            async with opened(running) as page:
+                reader = Reader(page)
+                async with a_flood(running, 20), reader.asks("Who floods?"):
+                    await who_floods(reader)
+                async with reader.asks("Why was it slow yesterday?"):
+                    await why_slow_yesterday(reader)
+                async with reader.asks("Give a team a budget"):
+                    await give_a_budget(reader, running)
+                async with reader.asks(f"What did the team cost in {last_month:%B}?"):
+                    await cost_in(reader, f"{last_month:%B %Y}")
+                await upload(running, lines(40), key="web", completion_window="24h")
+                async with reader.asks("Is the batch done in time?"):
+                    await is_the_batch_in_time(reader)
+    print("", *reader.told, sep="\n")
+
+
+async def who_floods(reader: Reader) -> None:
+    problem = reader.page.locator("#problems .problem").filter(has_text="One caller floods")
+    await reader.click(problem.locator("summary"))
+    await expect(problem).to_contain_text("Its caller: crawler")
+
+
+async def why_slow_yesterday(reader: Reader) -> None:
+    page = reader.page
+    await reader.turn_to("Requests")
+    await reader.click(page.get_by_role("link", name="Slowest yesterday"))
+    rows = page.locator("#ended tbody tr")
+    await expect(rows).to_have_count(2)
+    await reader.click(rows.first.get_by_role("link"))
+    told = page.locator("#request")
+    await expect(told.locator("h2")).to_have_text("Request slow-one")
+    await expect(told.locator(".summary")).to_contain_text(re.compile(r"\d s to write 60"))
+    # Only the ledger knows it still.
+    await expect(told).to_contain_text("No longer known: the nodes that were compared")
+    await expect(told.get_by_role("table")).to_have_count(0)
+
+
+async def give_a_budget(reader: Reader, running: Running) -> None:
+    page = reader.page
+    await reader.turn_to("Keys")
+    team = page.locator("#groups .group").filter(has_text="research")
+    await expect(team).to_contain_text("it has no limit")
+    await reader.click(team.get_by_role("button", name="Limits of research"))
+    await team.get_by_label("Money").fill("500/month")
+    await reader.click(team.get_by_role("button", name="Set them"))
+    await expect(team).to_contain_text("of 500")
+    groups = (await running.admin.get("/admin/groups")).json()["groups"]
+    limits = {one["name"]: one["limits"] for one in groups}
+    assert limits["research"]["budget"] == "500/month"
+
+
+async def cost_in(reader: Reader, month: str) -> None:
+    page = reader.page
+    await reader.turn_to("Keys")
+    used = page.locator("#usage")
+    await reader.choose(used.get_by_label("By"), value="group")
+    await reader.choose(used.get_by_label("Time"), label=month)
+    await expect(used.locator("tbody tr")).to_have_count(1)
+    await expect(used.locator("tbody tr")).to_contain_text("research")
+    # Twice thirty tokens at sixty a second, and a slot of two at 3600 an hour.
+    cost = used.locator("tbody tr td").last
+    await expect(cost).to_have_text(re.compile(r"^[0-2]\.\d+$|^[1-9]$"))
+    async with page.expect_download() as download:
+        await used.get_by_role("button", name="Download CSV").click()
+    table = await asyncio.to_thread((await (await download.value).path()).read_text)
+    assert table.startswith("group,requests")
+
+
+async def is_the_batch_in_time(reader: Reader) -> None:
+    page = reader.page
+    await reader.turn_to("Batches")
+    await reader.click(page.locator("#batches tbody a"))
+    await expect(page.locator("#batch")).to_contain_text("before the deadline")

@@ -7,7 +7,6 @@ smaller than 32 pixels, a chart that nothing feeds, or a fault that axe finds.
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -17,16 +16,18 @@ import pytest
 from playwright.async_api import Locator, Page, expect
 
 from gateway.callers.keys import AdminRole, new_key
-from tests.admin.browser import needs_browser, opened_at
+from tests.admin.browser import WatchedPage, needs_browser, opened_at
+from tests.admin.test_batches import upload
 from tests.admin.test_caller_page import open_with, own_page
-from tests.admin.test_dashboard import ADMIN, AXE, HOSTILE, KEYS, streams
-from tests.admin.test_dashboard_settings import GIB, a_day, order, written
-from tests.callers.metered_gateway import recorded
+from tests.admin.test_dashboard import AXE, HOSTILE, streams
+from tests.admin.test_dashboard_settings import GIB, a_day, a_router, order, sizes, written
+from tests.callers.metered_gateway import bearer, recorded
 from tests.emulator import EmulatedNode
-from tests.emulator.routed_model import HostMemory, ModelFile
-from tests.emulator.router import EmulatedRouter
-from tests.gateways import Running, running_gateway, until
+from tests.emulator.routed_model import ModelFile
+from tests.gateways import Running, answered, running_gateway, until
 from tests.stored.batch_gateway import lines
+from tests.web.test_route_tables import ADMIN
+from tests.web.test_route_tables import ADMIN_KEYS as KEYS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), needs_browser]
 
@@ -42,6 +43,10 @@ CONDITIONS: dict[str, dict[str, Any]] = {
 LONG = "n" * 48
 NAME = HOSTILE.replace("\u202e", "").replace("\u0007", "") + LONG
 OWN, BUSY = new_key("hostile"), new_key("busy")
+FILES = {
+    "loaded": ModelFile(memory=4 * GIB),
+    NAME: ModelFile(memory=9 * GIB, load_seconds=3600.0),
+}
 SETTINGS: dict[str, Any] = {
     "admin": ADMIN,
     "listen": {"caller_page": True},
@@ -52,103 +57,79 @@ SETTINGS: dict[str, Any] = {
     ],
     "groups": {LONG: {"limits": {"budget": "1/month", "concurrency": 40}}},
     "models": {
-        "loaded": {"memory": f"{4 * GIB}"},
-        NAME: {"memory": f"{9 * GIB}"},
+        **sizes(FILES),
         f"alias{LONG}": {"use": [HOSTILE]},
     },
     "health": {"interval": 1.0, "fall": 1},
 }  # fmt: skip
-ADMIN_HEADERS = {"authorization": f"Bearer {KEYS[AdminRole.ADMIN].text}"}
-OWN_HEADERS = {"authorization": f"Bearer {OWN.text}", "x-request-id": f"mine-{LONG}"}
 UNFOLD = "document.querySelectorAll('#page details').forEach((one) => { one.open = true; })"
 ASKS_FIRST = ("Drain", "Cancel", "Revoke", "Remove", "unload", "Roll back")
 """Words in the names of buttons that ask before they do it."""
 
 
+PAGES = {
+    "overview": "#charts .uplot",
+    "nodes": ".cards .node",
+    "nodes?size=tiles": ".tiles .node",
+    "nodes?size=dots": ".dots .node",
+    "nodes/fast": "#day .uplot",
+    "requests": "#ended tbody tr",
+    f"requests/mine-{LONG}": "#request .life",
+    "queue": "#queue .lane",
+    "batches": "#batches tbody tr",
+    "models": "#models .memory",
+    "models/loaded": "#model table",
+    "keys": "#usage svg.columns",
+    "playground": "#playground form",
+    "settings": "#values tbody tr",
+}
+"""What tells that a page is whole, by its address."""
+
+
 @contextlib.asynccontextmanager
 async def a_gateway(folder: Path) -> AsyncIterator[tuple[Running, Mapping[str, str]]]:
-    """A gateway that is at work for hostile names, and the address of each page."""
-    fast, slow, dead, idle = (
-        EmulatedNode(model=HOSTILE, decode_tps=tps, answer_tokens=tokens, slots=2)
-        for tps, tokens in ((40.0, 20), (4.0, 4000), (40.0, 20), (40.0, 20))
-    )
-    memory = HostMemory(64 * GIB)
-    files = {
-        "loaded": ModelFile(memory=4 * GIB),
-        NAME: ModelFile(memory=9 * GIB, load_seconds=3600.0),
-    }
-    router = EmulatedRouter(files, models_max=0, memory=memory, slots=2, decode_tps=20)
+    """A gateway that is at work for hostile names, and its pages with what makes them whole."""
+    fast: dict[str, Any] = {"model": HOSTILE, "decode_tps": 40.0, "answer_tokens": 20, "slots": 2}
+    dead, router = EmulatedNode(**fast), a_router(FILES)
+    slow = EmulatedNode(**{**fast, "decode_tps": 4.0, "answer_tokens": 4000})
+    own = {"fast": EmulatedNode(**fast), f"slow-{LONG}": slow, "dead": dead}
+    labels = {"rack": HOSTILE, "numa": "0"}
     async with contextlib.AsyncExitStack() as stack:
         specs: list[dict[str, Any]] = []
-        own = {"fast": fast, f"slow-{LONG}": slow, "dead": dead, "idle": idle, "r1": router}
-        for name, one in own.items():
+        for name, one in {**own, "idle": EmulatedNode(**fast), "r1": router}.items():
             await stack.enter_async_context(one)
             host = "big" if one is router else f"host-{LONG}"
-            labels = {"rack": HOSTILE, "numa": "0"}
             specs.append({"name": name, "url": one.url, "host": host, "labels": labels,
                           "cost_per_hour": 900.0})  # fmt: skip
         specs[-1]["memory"] = "16GiB"
         running = await stack.enter_async_context(running_gateway(folder, specs, SETTINGS))
         await until(lambda: "r1/loaded" in running.gateway.fleet.nodes)
-        running.admin.headers.update(ADMIN_HEADERS)
+        running.admin.headers.update(bearer(KEYS[AdminRole.ADMIN]))
         await order(running, "load", "loaded")
         await order(running, "load", NAME)
         running.gateway.fleet.drain("idle")
         await dead.kill()
-        addresses = await at_work(running)
+        put = {"name": f"stored {NAME}", "group": LONG, "limits": {"rpm": 9}, "models": [HOSTILE]}
+        key = (await answered(running.admin, "/admin/keys", "POST", json=put))["id"]
+        headers = {"x-request-id": f"mine-{LONG}"}
+        for _ in range(3):
+            await running.chat(OWN, headers, model=HOSTILE, user=HOSTILE, max_tokens=20)
+        await recorded(running, 3)
+        a_day(running, "fast")
+        broken = {"custom_id": HOSTILE + LONG}
+        batch = await upload(running, [*lines(30, model=HOSTILE), broken], key="hostile")
         await written(running, {**SETTINGS, "queue": {"max": 9}}, 2)
         version = running.gateway.config_files.histories["gateway"].versions()[0].name
-        addresses["a version of the settings"] = f"settings/{version}"
-        await stack.enter_async_context(streams(running, 5, BUSY.text, model=HOSTILE))
-        yield running, addresses
-
-
-async def at_work(running: Running) -> dict[str, str]:
-    """Have a key, chats and a batch; returns addresses by the names of their pages."""
-    put = {"name": f"stored {NAME}", "group": LONG, "limits": {"rpm": 9}, "models": [HOSTILE]}
-    made = await running.admin.post("/admin/keys", json=put)
-    assert made.status_code == 200, made.text
-    user = {"model": HOSTILE, "messages": [{"role": "user", "content": "Hi"}], "user": HOSTILE}
-    for _ in range(3):
-        body = {**user, "max_tokens": 20}
-        chat = await running.client.post("/v1/chat/completions", json=body, headers=OWN_HEADERS)
-        assert chat.status_code == 200, chat.text
-    await recorded(running, 3)
-    a_day(running, "fast")
-    broken = {"custom_id": HOSTILE + LONG}
-    content = "".join(json.dumps(one) + "\n" for one in [*lines(30, model=HOSTILE), broken])
-    batch = await running.admin.post(
-        "/admin/batches?key=hostile", data={"purpose": "batch"}, files={"file": ("x", content)}
-    )
-    assert batch.status_code == 200, batch.text
-    return {
-        "a key": f"keys/{made.json()['id']}",
-        "a batch": f"batches/{batch.json()['id']}",
-        "a request": f"requests/mine-{LONG}",
-    }
-
-
-def pages(addresses: Mapping[str, str]) -> dict[str, str]:
-    """What tells that a page is whole, by its address."""
-    return {
-        "overview": "#charts .uplot",
-        "nodes": ".cards .node",
-        "nodes?size=tiles": ".tiles .node",
-        "nodes?size=dots": ".dots .node",
-        "nodes/fast": "#day .uplot",
-        "requests": "#ended tbody tr",
-        addresses["a request"]: "#request .life",
-        "queue": "#queue .lane",
-        "batches": "#batches tbody tr",
-        addresses["a batch"]: "#batch .facts",
-        "models": "#models .memory",
-        "models/loaded": "#model table",
-        "keys": "#usage svg.columns",
-        addresses["a key"]: "#key dl",
-        "playground": "#playground form",
-        "settings": "#values tbody tr",
-        addresses["a version of the settings"]: "#compared pre",
-    }
+        await stack.enter_async_context(streams(running, 5, BUSY, model=HOSTILE))
+        yield (
+            running,
+            {
+                **PAGES,
+                f"keys/{key}": "#key dl",
+                f"batches/{batch.json()['id']}": "#batch .facts",
+                f"settings/{version}": "#compared pre",
+            },
+        )
 
 
 async def doubled(page: Page) -> None:
@@ -164,45 +145,64 @@ async def wrong(page: Page, at: str) -> list[str]:
     return [f"{at}: {kind}: {one}" for kind, all_ in found.items() for one in all_]
 
 
-async def prepared(page: Page, condition: str) -> None:
+@pytest.mark.parametrize("condition", CONDITIONS)
+async def test_every_page_is_whole_whatever_its_names(tmp_path: Path, condition: str) -> None:
+    context = {**CONDITIONS[condition], "bypass_csp": True}
+    async with a_gateway(tmp_path) as (running, pages):
+        async with opened_at(running.admin_url, **context) as watched:
+            found = await of_the_dashboard(watched, condition, pages)
+            assert watched.trouble == []
+        async with own_page(running, None, **context) as watched:
+            found += await of_the_callers_page(watched, condition)
+    if condition == "phone, large letters":  # an example need not fit into its field
+        found = [one for one in found if "cutOff: placeholder" not in one]
+    assert not found, "\n".join(found)
+
+
+async def of_the_dashboard(
+    watched: WatchedPage, condition: str, pages: Mapping[str, str]
+) -> list[str]:
+    page = watched.page
+    found = await of_the_form(watched, condition, "Admin key")
+    await page.get_by_label("Admin key").fill(KEYS[AdminRole.ADMIN].text)
+    await page.get_by_role("button", name="Open").click()
+    for address, whole in pages.items():
+        await page.evaluate("to => { location.hash = `#/${to}`; }", address)
+        await expect(page.locator(whole).first).to_be_visible()
+        if address == "playground":
+            await page.get_by_label("Model").select_option("loaded")
+            await page.get_by_label("Message").fill("Hello")
+            await page.get_by_role("button", name="Send").click()
+            await expect(page.locator(".turn.assistant")).to_be_visible()
+        found += await wrong(page, address)
+        # Names are texts, whatever they are.
+        assert await page.locator("#page img, #page script").count() == 0
+        assert not {"\u202e", "\u0007"} & {*await page.locator("#page").inner_text()}
+        found += await of_questions(page, address)
+        found += await of_forms(page, address)
+    return found
+
+
+async def of_the_callers_page(watched: WatchedPage, condition: str) -> list[str]:
+    page = watched.page
+    found = await of_the_form(watched, condition, "API key")
+    await open_with(page, OWN.text)
+    await expect(page.locator("#requests tbody tr").first).to_be_visible()
+    found += await wrong(page, "me")
+    await expect(page.locator("body")).to_contain_text("<img src=x onerror=alert(1)>")
+    return found
+
+
+async def of_the_form(watched: WatchedPage, condition: str, label: str) -> list[str]:
+    """What is wrong with the form that asks for a key, on a page that is now prepared."""
+    page = watched.page
+    page.on("dialog", lambda one: watched.trouble.append(f"a dialog: {one.message}"))
+    await expect(page.get_by_label(label)).to_be_visible()
     if condition.endswith("large letters"):
         await doubled(page)
     await page.evaluate(AXE)
     await page.evaluate(LOOKS)
-
-
-@pytest.mark.parametrize("condition", CONDITIONS)
-async def test_every_page_is_whole_whatever_its_names(tmp_path: Path, condition: str) -> None:
-    context = {**CONDITIONS[condition], "bypass_csp": True}
-    async with (
-        a_gateway(tmp_path) as (running, addresses),
-        opened_at(running.admin_url, **context) as watched,
-    ):
-        page = watched.page
-        page.on("dialog", lambda one: watched.trouble.append(f"a dialog: {one.message}"))
-        await expect(page.get_by_label("Admin key")).to_be_visible()
-        await prepared(page, condition)
-        found = await wrong(page, "the form")
-        await page.get_by_label("Admin key").fill(KEYS[AdminRole.ADMIN].text)
-        await page.get_by_role("button", name="Open").click()
-        for address, whole in pages(addresses).items():
-            await page.evaluate("to => { location.hash = `#/${to}`; }", address)
-            await expect(page.locator(whole).first).to_be_visible()
-            if address == "playground":
-                await page.get_by_label("Model").select_option("loaded")
-                await page.get_by_label("Message").fill("Hello")
-                await page.get_by_role("button", name="Send").click()
-                await expect(page.locator(".turn.assistant")).to_be_visible()
-            found += await wrong(page, address)
-            # Names are texts, whatever they are.
-            assert await page.locator("#page img, #page script").count() == 0
-            assert not {"\u202e", "\u0007"} & {*await page.locator("#page").inner_text()}
-            found += await of_questions(page, address)
-            found += await of_forms(page, address)
-        if condition == "phone, large letters":  # an example need not fit into its field
-            found = [one for one in found if "cutOff: placeholder" not in one]
-        assert not found, "\n".join(found)
-        assert watched.trouble == []
+    return await wrong(page, "the form")
 
 
 async def of_forms(page: Page, address: str) -> list[str]:
@@ -246,19 +246,3 @@ async def first_button(page: Page, word: str) -> Locator | None:
         page.locator("#page").get_by_role("button", name=name).and_(page.locator(":not(form *)"))
     )
     return buttons.first if await buttons.count() else None
-
-
-@pytest.mark.parametrize("condition", CONDITIONS)
-async def test_the_callers_page_is_whole_whatever_its_names(tmp_path: Path, condition: str) -> None:
-    context = {**CONDITIONS[condition], "bypass_csp": True}
-    async with a_gateway(tmp_path) as (running, _), own_page(running, None, **context) as watched:
-        page = watched.page
-        page.on("dialog", lambda one: watched.trouble.append(f"a dialog: {one.message}"))
-        await prepared(page, condition)
-        await expect(page.get_by_label("API key")).to_be_visible()
-        found = await wrong(page, "the form")
-        await open_with(page, OWN.text)
-        await expect(page.locator("#requests tbody tr").first).to_be_visible()
-        found += await wrong(page, "me")
-        await expect(page.locator("body")).to_contain_text("<img src=x onerror=alert(1)>")
-        assert not found, "\n".join(found)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,13 +20,15 @@ from playwright.async_api import FloatRect, Page, expect
 from gateway.callers.keys import AdminRole, new_key
 from gateway.watch.history import STEP_SECONDS
 from tests.admin.browser import a_browser, a_page, needs_browser
-from tests.admin.test_dashboard import ADMIN, KEYS, a_fleet, streams
-from tests.admin.test_dashboard_settings import order
+from tests.admin.test_batches import upload
+from tests.admin.test_dashboard import a_fleet, streams
+from tests.admin.test_dashboard_settings import GIB, a_router, order, sizes
 from tests.emulator import EmulatedNode
-from tests.emulator.routed_model import HostMemory, ModelFile
-from tests.emulator.router import EmulatedRouter
+from tests.emulator.routed_model import ModelFile
 from tests.gateways import Running, until
 from tests.stored.batch_gateway import lines
+from tests.web.test_route_tables import ADMIN
+from tests.web.test_route_tables import ADMIN_KEYS as KEYS
 
 pytestmark = [pytest.mark.slow, needs_browser]
 
@@ -49,7 +50,6 @@ GROUPS = {
     "product": {"limits": {"budget": "40/month"}},
     "research": {"limits": {"budget": "0.3/day", "tokens_per_day": 1_000_000}},
 }
-GIB = 1 << 30
 FILES = {
     name: ModelFile(memory=size * GIB)
     for name, size in (("qwen-14b", 10), ("phi-4-mini", 4), ("gemma-27b", 18), ("bge-m3", 2))
@@ -72,25 +72,14 @@ def settings() -> dict[str, Any]:
         {"id": key.id, "name": name, "sha256": key.sha256, **RIGHTS[name]}
         for name, key in CALLERS.items()
     ]
-    models: dict[str, Any] = {name: {"memory": f"{one.memory}"} for name, one in FILES.items()}
-    models["helper"] = {"use": ["phi-4-mini", "mistral-7b"]}
+    models = {**sizes(FILES), "helper": {"use": ["phi-4-mini", "mistral-7b"]}}
     return {"keys": keys, "groups": GROUPS, "models": models, "admin": ADMIN}
-
-
-def a_router() -> EmulatedRouter:
-    memory = HostMemory(64 * GIB)
-    return EmulatedRouter(FILES, models_max=0, memory=memory, slots=2, decode_tps=12.0)
 
 
 async def hand_in(running: Running, name: str, number: int, *more: dict[str, Any]) -> None:
     """Have the gateway do a batch of so many chats, and `more` lines, beside the rest."""
     items = [*lines(number, model="mistral-7b", max_tokens=40), *more]
-    made = await running.admin.post(
-        "/admin/batches",
-        params={"key": name, "completion_window": "24h"},
-        data={"purpose": "batch"},
-        files={"file": ("reports.jsonl", "".join(json.dumps(one) + "\n" for one in items))},
-    )
+    made = await upload(running, items, key=name, completion_window="24h")
     assert made.status_code == 200, made.text
 
 
@@ -111,7 +100,7 @@ async def test_the_pictures_of_the_docs_are_made(tmp_path: Path) -> None:
     async with contextlib.AsyncExitStack() as stack:
         # Its name is in a picture.
         home = Path(stack.enter_context(TemporaryDirectory(prefix="llama-gateway-")))
-        router = await stack.enter_async_context(a_router())
+        router = await stack.enter_async_context(a_router(FILES))
         more = [{"name": "epyc-e", "url": router.url, "host": "epyc-e", "memory": "48GiB"}]
         running, nodes = await stack.enter_async_context(
             a_fleet(home, hosts="abcd", settings=settings(), more=more, **NODE)
@@ -121,11 +110,12 @@ async def test_the_pictures_of_the_docs_are_made(tmp_path: Path) -> None:
         for model in ("qwen-14b", "phi-4-mini"):
             await order(running, "load", model, "epyc-e")
         await hand_in(running, "reports", 12)
-        for caller in CALLERS.values():
-            chats = streams(running, 6, caller.text, model="mistral-7b", max_tokens=80)
+        for number, caller, model in (
+            *((6, caller, "mistral-7b") for caller in CALLERS.values()),
+            (2, CALLERS["search"], "qwen-14b"),
+        ):
+            chats = streams(running, number, caller, model=model, max_tokens=80)
             await stack.enter_async_context(chats)
-        chats = streams(running, 2, CALLERS["search"].text, model="qwen-14b", max_tokens=80)
-        await stack.enter_async_context(chats)
         browser = await stack.enter_async_context(a_browser())
         await at_work(running, nodes)
         for scheme in ("light", "dark"):

@@ -7,7 +7,7 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,14 @@ from playwright.async_api import FilePayload, Page, expect
 
 from gateway.callers.keys import AdminRole, hash_key, new_key
 from tests.admin.browser import confirm, needs_browser, opened_at
-from tests.admin.test_dashboard import ADMIN, HOSTILE, KEYS, a_fleet, opened
-from tests.callers.metered_gateway import recorded
+from tests.admin.test_dashboard import HOSTILE, a_fleet, opened
 from tests.emulator import EmulatedNode
 from tests.emulator.routed_model import HostMemory, ModelFile
 from tests.emulator.router import EmulatedRouter
-from tests.gateways import Running, running_gateway, until
+from tests.gateways import Running, answered, running_gateway, until
 from tests.stored.batch_gateway import CALM, KEY, key, lines
+from tests.web.test_route_tables import ADMIN
+from tests.web.test_route_tables import ADMIN_KEYS as KEYS
 
 pytestmark = [pytest.mark.slow, needs_browser]
 
@@ -111,27 +112,36 @@ def a_day(running: Running, name: str) -> None:
 
 HOSTILE_NAME = "<img src=x onerror=alert(1)>'\"</script>/x"
 GIB = 1 << 30
-FILES = {
-    "small": ModelFile(memory=2 * GIB),
-    HOSTILE_NAME: ModelFile(memory=4 * GIB, load_seconds=2.0),
-    "large": ModelFile(memory=9 * GIB, load_seconds=60.0),
-}
-SIZES = {"models": {name: {"memory": f"{file.memory}"} for name, file in FILES.items()}}
+
+
+def a_router(files: Mapping[str, ModelFile]) -> EmulatedRouter:
+    return EmulatedRouter(files, models_max=0, memory=HostMemory(64 * GIB), slots=2, decode_tps=20)
+
+
+def sizes(files: Mapping[str, ModelFile]) -> dict[str, Any]:
+    """What the settings say of these files."""
+    return {name: {"memory": f"{file.memory}"} for name, file in files.items()}
 
 
 async def order(running: Running, verb: str, model: str, node: str = "r1") -> None:
     body = {"order": verb, "model": model, "node": node}
-    response = await running.admin.post("/admin/placements", json=body)
-    assert response.status_code == 200, response.text
+    await answered(running.admin, "/admin/placements", "POST", json=body)
 
 
 async def test_the_memory_of_a_host_fills_with_models_whatever_their_names(tmp_path: Path) -> None:
-    memory, name = HostMemory(64 * GIB), f"r1/{HOSTILE_NAME}"
-    router = EmulatedRouter(FILES, models_max=0, memory=memory, slots=2, decode_tps=20)
-    async with router:
+    name, files = (
+        f"r1/{HOSTILE_NAME}",
+        {
+            "small": ModelFile(memory=2 * GIB),
+            HOSTILE_NAME: ModelFile(memory=4 * GIB, load_seconds=2.0),
+            "large": ModelFile(memory=9 * GIB, load_seconds=60.0),
+        },
+    )
+    async with a_router(files) as router:
         spec = {"name": "r1", "url": router.url, "host": "big", "memory": "16GiB"}
+        chosen = {"models": sizes(files)}
         async with (
-            running_gateway(tmp_path, [spec], SIZES, wait_ready=False) as running,
+            running_gateway(tmp_path, [spec], chosen, wait_ready=False) as running,
             opened(running, at="models") as page,
         ):
             nodes, picture = running.gateway.fleet.nodes, page.locator("#models")
@@ -209,44 +219,24 @@ async def test_a_batch_is_uploaded_followed_paused_cancelled_and_downloaded(tmp_
         assert [one.partition(" of ")[2] for one in watched.trouble] == ["404 (Not Found)"]
 
 
-OWNER = new_key("owner")
-KEYED: dict[str, Any] = {
-    "admin": ADMIN,
-    "keys": [
-        {"id": "owner", "sha256": OWNER.sha256, "name": "Owner", "group": "team",
-         "limits": {"rpm": 10}},
-    ],
-    "groups": {"team": {"limits": {"budget": "5/month"}}},
-}  # fmt: skip
+OWN = {"id": "owner", "sha256": new_key("owner").sha256, "name": "Owner", "limits": {"rpm": 10}}
+KEYED: dict[str, Any] = {"admin": ADMIN, "keys": [OWN]}
 
 
 @contextlib.asynccontextmanager
-async def a_gateway(folder: Path, chats: int = 0, **node: Any) -> AsyncIterator[Running]:
-    """A gateway over a node with a price; the owner has had so many chats."""
-    async with EmulatedNode(answer_tokens=8, **node) as one:
-        spec = {"name": "node-0", "url": one.url, "cost_per_hour": 3.0}
-        async with running_gateway(folder, [spec], KEYED) as running:
-            for _ in range(chats):
-                assert await status_with(running, OWNER.text) == 200
-            await recorded(running, chats)
-            yield running
-
-
-@contextlib.asynccontextmanager
-async def keys_page(
-    running: Running, role: AdminRole = AdminRole.ADMIN, at: str = "keys", **context: Any
-) -> AsyncIterator[Page]:
-    async with opened_at(running.admin_url, key=KEYS[role].text, at=at, **context) as watched:
-        yield watched.page
+async def keys_page(folder: Path) -> AsyncIterator[tuple[Running, Page]]:
+    key = KEYS[AdminRole.ADMIN].text
+    async with (
+        running_gateway(folder, [EmulatedNode()], KEYED) as running,
+        opened_at(running.admin_url, key=key, at="keys") as watched,
+    ):
+        yield running, watched.page
         # The browser, too, tells of a form that was refused.
         assert [one for one in watched.trouble if "status of 400" not in one] == []
 
 
 async def status_with(running: Running, key: str) -> int:
-    body = {"messages": [{"role": "user", "content": "Hello"}]}
-    headers = {"authorization": f"Bearer {key}"}
-    sent = await running.client.post("/v1/chat/completions", json=body, headers=headers)
-    return sent.status_code
+    return (await running.chat(key, max_tokens=8)).status_code
 
 
 async def secret_of(page: Page) -> str:
@@ -257,7 +247,7 @@ async def secret_of(page: Page) -> str:
 
 
 async def test_a_key_is_made_limited_rotated_and_revoked(tmp_path: Path) -> None:
-    async with a_gateway(tmp_path) as running, keys_page(running) as page:
+    async with keys_page(tmp_path) as (running, page):
         await expect(page.locator("#keys tbody tr")).to_have_count(1)
         await page.get_by_role("button", name="Make a key").click()
         form = page.get_by_role("form", name="A new key")
@@ -304,7 +294,7 @@ async def test_a_key_is_made_limited_rotated_and_revoked(tmp_path: Path) -> None
 
 
 async def test_a_secret_is_gone_with_its_page_and_a_refusal_keeps_the_form(tmp_path: Path) -> None:
-    async with a_gateway(tmp_path) as running, keys_page(running) as page:
+    async with keys_page(tmp_path) as (running, page):
         await page.get_by_role("button", name="Make a key").click()
         form = page.get_by_role("form", name="A new key")
         await form.get_by_label("Name", exact=True).fill("Owner")

@@ -14,42 +14,30 @@ import pytest
 from gateway.callers.keys import hash_key, new_key
 from tests.callers.metered_gateway import recorded
 from tests.emulator import EmulatedNode
-from tests.gateways import Running, running_gateway, until
+from tests.gateways import Running, answered, running_gateway, until
 from tests.stored.receivers import SECRET, receiving, status
+from tests.web.two_keys import reason
 
 pytestmark = pytest.mark.usefixtures("hurried")
 
-CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
-
 OWN = new_key("own")
-
-SETTINGS: dict[str, Any] = {"keys": [{"id": OWN.id, "sha256": OWN.sha256, "name": "owner"}]}
 
 
 @asynccontextmanager
-async def keyed_gateway(
-    folder: Path, settings: dict[str, Any] | None = None
+async def gateway(
+    folder: Path, **settings: Any
 ) -> AsyncIterator[tuple[Running, httpx.AsyncClient]]:
-    node = EmulatedNode(model="mistral-7b")
-    async with running_gateway(folder, [node], settings or SETTINGS) as running:
+    chosen = {"keys": [{"id": OWN.id, "sha256": OWN.sha256, "name": "owner"}], **settings}
+    async with running_gateway(folder, [EmulatedNode(model="mistral-7b")], chosen) as running:
         yield running, running.admin
 
 
-async def made_key(admin: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
-    answer = await admin.post("/admin/keys", json=fields)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+async def made_key(admin: httpx.AsyncClient, **fields: Any) -> Any:
+    return await answered(admin, "/admin/keys", "POST", json=fields)
 
 
-async def status_with(client: httpx.AsyncClient, key: str) -> int:
-    headers = {"authorization": f"Bearer {key}"}
-    return (await client.post("/v1/chat/completions", json=CHAT, headers=headers)).status_code
-
-
-def error(response: httpx.Response) -> tuple[int, str, str]:
-    body = response.json()["error"]
-    return response.status_code, body["code"], body["message"]
+async def status_with(running: Running, key: str) -> int:
+    return (await running.chat(key, max_tokens=1)).status_code
 
 
 def files_with(folder: Path, text: str) -> list[Path]:
@@ -58,9 +46,9 @@ def files_with(folder: Path, text: str) -> list[Path]:
 
 
 async def test_a_created_key_works_at_once_and_is_shown_once(tmp_path: Path) -> None:
-    async with keyed_gateway(tmp_path) as (running, admin):
+    async with gateway(tmp_path) as (running, admin):
         made = await made_key(admin, name="alice", **{"class": "premium"})
-        assert await status_with(running.client, made["key"]) == 200
+        assert await status_with(running, made["key"]) == 200
         shown = (await admin.get("/admin/keys/alice")).json()
         assert (shown["state"], shown["source"], shown["class"]) == ("active", "store", "premium")
         assert shown["max_class"] == "premium"
@@ -71,9 +59,9 @@ async def test_a_created_key_works_at_once_and_is_shown_once(tmp_path: Path) -> 
         assert {key["name"] for key in every.json()["keys"]} == {"alice", "owner"}
         # A whole key in place of a name is logged without its secret.
         refused = await admin.delete(f"/admin/keys/{made['key']}")
-        assert error(refused)[:2] == (404, "key_not_found")
+        assert reason(refused) == (404, "key_not_found")
         assert (await admin.delete("/admin/keys/alice")).json()["state"] == "revoked"
-        assert await status_with(running.client, made["key"]) == 401
+        assert await status_with(running, made["key"]) == 401
         trail = await admin.get("/admin/audit")
         assert trail.json()["entries"][1]["target"] == f"lg_{id_}_…"
         assert secret not in listed + refused.text + trail.text
@@ -81,7 +69,7 @@ async def test_a_created_key_works_at_once_and_is_shown_once(tmp_path: Path) -> 
 
 
 async def test_the_first_keys_are_listed_and_the_others_found_by_letters(tmp_path: Path) -> None:
-    async with keyed_gateway(tmp_path) as (_, admin):
+    async with gateway(tmp_path) as (_, admin):
         # Ids are searched too: random ones might have these letters.
         groups = {"Zoe": None, "alice": "lab_1", "bob": "labx1", "carl": None}
         for number, (name, group) in enumerate(groups.items()):
@@ -105,11 +93,11 @@ async def test_the_first_keys_are_listed_and_the_others_found_by_letters(tmp_pat
             assert (listed["found"], shown) == (found, names), query
         for limit in ("0", "x", "100001"):
             refused = await admin.get(f"/admin/keys?limit={limit}")
-            assert error(refused)[:2] == (400, "invalid_request"), limit
+            assert reason(refused) == (400, "invalid_request"), limit
 
 
 async def test_odd_requests_are_refused(tmp_path: Path) -> None:
-    async with keyed_gateway(tmp_path) as (_, admin):
+    async with gateway(tmp_path) as (_, admin):
         await admin.post("/admin/keys", json={"name": "alice"})
         for method, path, body, status, code in (
             ("GET", "/admin/keys/bob", None, 404, "key_not_found"),
@@ -132,21 +120,7 @@ async def test_odd_requests_are_refused(tmp_path: Path) -> None:
             ("POST", "/admin/keys/alice/rotate", b'{"colour": 1}', 400, "invalid_request"),
         ):
             answer = await admin.request(method, path, content=body)
-            assert error(answer)[:2] == (status, code), (method, path, body)
-
-
-async def post(running: Running, key: str) -> httpx.Response:
-    headers = {"authorization": f"Bearer {key}"}
-    return await running.client.post("/v1/chat/completions", json=CHAT, headers=headers)
-
-
-@asynccontextmanager
-async def gateway(
-    folder: Path, **settings: Any
-) -> AsyncIterator[tuple[Running, httpx.AsyncClient]]:
-    own = {"id": OWN.id, "sha256": OWN.sha256, "name": "owner"}
-    async with keyed_gateway(folder, {"keys": [own], **settings}) as both:
-        yield both
+            assert reason(answer) == (status, code), (method, path, body)
 
 
 async def test_a_groups_limits_hold_at_once_for_its_keys_together(tmp_path: Path) -> None:
@@ -156,7 +130,7 @@ async def test_a_groups_limits_hold_at_once_for_its_keys_together(tmp_path: Path
         alice = await made_key(admin, name="alice", group="team")
         bob = await made_key(admin, name="bob", group="team")
         assert alice["warnings"] == []
-        statuses = [(await post(running, one["key"])).status_code for one in (alice, bob, alice)]
+        statuses = [await status_with(running, one["key"]) for one in (alice, bob, alice)]
         assert statuses == [200, 200, 429]
         await recorded(running, 2)
         used = [one["last_used_at"] for one in (await admin.get("/admin/keys")).json()["keys"]]
@@ -170,7 +144,7 @@ async def test_a_groups_limits_hold_at_once_for_its_keys_together(tmp_path: Path
         shown = (await admin.get("/admin/keys/alice")).json()
         assert [one["of"] for one in shown["standing"]] == ["group"]
         await admin.put("/admin/groups/team", json={"limits": {"rpm": 20}})
-        assert (await post(running, alice["key"])).status_code == 200
+        assert await status_with(running, alice["key"]) == 200
         assert (await admin.delete("/admin/groups/team")).status_code == 200
         (group,) = (await admin.get("/admin/groups")).json()["groups"]
         assert (group["origin"], group["standing"]) == ("undefined", [])
@@ -190,7 +164,7 @@ async def test_a_quota_that_runs_out_is_a_problem_and_one_webhook(tmp_path: Path
         chosen = {"webhooks": {"targets": targets}}
         async with gateway(tmp_path, **chosen) as (running, admin):
             key = await made_key(admin, name="alice", limits={"tokens_per_day": 10})
-            assert (await post(running, key["key"])).status_code == 200
+            assert await status_with(running, key["key"]) == 200
             await running.gateway.background.quotas.look()
             await receiver.came(1)
             (used,) = running.gateway.quotas.used
@@ -228,4 +202,4 @@ async def test_without_a_store_keys_and_groups_are_shown_and_none_is_kept(tmp_pa
             await admin.put("/admin/groups/b", json={}),
             await admin.post("/admin/keys", json={"name": "alice"}),
         ):
-            assert error(answer)[:2] == (501, "not_supported")
+            assert reason(answer) == (501, "not_supported")

@@ -7,25 +7,21 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 import pytest
 
 from gateway.admin.live import MOST_WATCHERS
-from gateway.callers.keys import AdminRole, new_key
+from gateway.callers.keys import AdminRole
 from tests.callers.metered_gateway import recorded
 from tests.emulator import EmulatedNode
 from tests.gateways import NO_TLS, Running, running_gateway, until
+from tests.web.test_route_tables import ADMIN, ADMIN_KEYS, bearer
 
 pytestmark = pytest.mark.usefixtures("hurried")
 
-KEYS = {role: new_key(f"the-{role.label}") for role in AdminRole}
-ADMIN = {
-    "keys": [{"id": key.id, "sha256": key.sha256, "role": role.label} for role, key in KEYS.items()]
-}
 LIMIT = 60.0
-T = TypeVar("T")
 
 
 class Watcher:
@@ -59,7 +55,7 @@ def cells(watcher: Watcher) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def watching(running: Running, role: AdminRole | None = None) -> AsyncIterator[Watcher]:
-    headers = {} if role is None else {"authorization": f"Bearer {KEYS[role].text}"}
+    headers = bearer(None if role is None else ADMIN_KEYS[role].text)
     async with (
         httpx.AsyncClient(timeout=LIMIT, trust_env=False, verify=NO_TLS) as client,
         client.stream("GET", f"{running.admin_url}/admin/live", headers=headers) as response,

@@ -13,6 +13,7 @@ from gateway.admin.nodes import LONGEST_DRAIN_DEADLINE, MOST_COLUMNS, DrainDeadl
 from gateway.forward.in_flight import InFlightRegistry
 from gateway.nodes.prompt_cache import PrefixHits
 from tests.emulator import EmulatedNode
+from tests.gateways import answered
 from tests.nodes.build import a_spec, take
 from tests.virtual import in_virtual_time
 from tests.web.bare_gateway import BareGateway, bare_gateway, error_of
@@ -24,18 +25,13 @@ CONTRACT = {
 }  # fmt: skip
 
 
-async def shown(gateway: BareGateway, name: str) -> dict[str, Any]:
-    response = await gateway.admin.get(f"/admin/nodes/{name}")
-    assert response.status_code == 200
-    node: dict[str, Any] = response.json()
-    return node
+async def shown(gateway: BareGateway, name: str) -> Any:
+    return await answered(gateway.admin, f"/admin/nodes/{name}")
 
 
-async def order(gateway: BareGateway, name: str, action: str) -> dict[str, Any]:
-    response = await gateway.admin.post(f"/admin/nodes/{name}/{action}")
-    assert response.status_code == 200
-    node: dict[str, Any] = response.json()
-    return node
+async def order(gateway: BareGateway, what: str) -> Any:
+    """Have an operator do something with a node or a model, such as `nodes/a/drain`."""
+    return await answered(gateway.admin, f"/admin/{what}", "POST")
 
 
 @in_virtual_time
@@ -90,7 +86,7 @@ async def test_a_drained_node_gets_nothing_until_it_is_resumed(tmp_path: Path) -
     async with bare_gateway(
         node := EmulatedNode(), other := EmulatedNode(), folder=tmp_path, serving=True
     ) as gateway:
-        result = await order(gateway, "a", "drain")
+        result = await order(gateway, "nodes/a/drain")
         assert (result["state"], result["draining"], result["deadline_in"]) == (
             "draining",
             True,
@@ -101,7 +97,7 @@ async def test_a_drained_node_gets_nothing_until_it_is_resumed(tmp_path: Path) -
         assert (node.requests, other.requests) == (0, 4)
         assert '"a"' in drains.read_text()
 
-        result = await order(gateway, "a", "resume")
+        result = await order(gateway, "nodes/a/resume")
         assert (result["state"], result["draining"]) == ("ready", False)
         assert '"a"' not in drains.read_text()
 
@@ -118,7 +114,7 @@ async def test_at_the_deadline_running_requests_are_evicted_and_may_be_retried()
         stream = asyncio.create_task(gateway.chat(model="demo", stream=True))
         elsewhere = asyncio.create_task(gateway.chat(model="other"))
         await gateway.until(lambda: (node.busy, other.busy) == (2, 1))
-        result = await order(gateway, "a", "drain?deadline=0.2")
+        result = await order(gateway, "nodes/a/drain?deadline=0.2")
         assert 0 < result["deadline_in"] <= 0.2
         refused, events = await asyncio.wait_for(asyncio.gather(plain, stream), 5)
         assert (await shown(gateway, "a"))["deadline_in"] is None
@@ -162,13 +158,13 @@ async def test_a_probe_closes_the_circuit_of_a_node_that_answers_and_says_why_on
         result = await shown(gateway, "a")
         assert (result["state"], result["circuit"]["phase"]) == ("ejected", "open")
         assert 30 < result["circuit"]["open_for"] <= 66
-        result = await order(gateway, "a", "probe")
+        result = await order(gateway, "nodes/a/probe")
         assert (result["state"], result["circuit"]["phase"]) == ("ready", "closed")
         assert (result["probe"]["answer"], result["probe"]["detail"]) == ("up", "")
         assert result["probe"]["seconds"] > 0
         assert (await gateway.chat()).status_code == 200
         await node.kill()
-        result = await order(gateway, "a", "probe")
+        result = await order(gateway, "nodes/a/probe")
     assert result["probe"]["answer"] == "refused"
     assert "no connection" in result["probe"]["detail"]
 
@@ -208,25 +204,18 @@ async def two_models(
         yield gateway, one
 
 
-async def act(gateway: BareGateway, name: str, action: str) -> dict[str, Any]:
-    response = await gateway.admin.post(f"/admin/models/{name}/{action}")
-    assert response.status_code == 200, response.text
-    found: dict[str, Any] = response.json()
-    return found
-
-
 @in_virtual_time
 async def test_a_paused_model_takes_no_request_and_others_do() -> None:
     async with two_models() as (gateway, _):
         for _ in range(2):  # Twice is the same as once.
-            assert (await act(gateway, "demo", "pause"))["paused"]
+            assert (await order(gateway, "models/demo/pause"))["paused"]
         refused = await gateway.chat(model="demo")
         served = await gateway.chat(model="org/other")
         listed = await gateway.public.get("/v1/models")
         status = (await gateway.admin.get("/admin/status")).json()
         metrics = (await gateway.admin.get("/metrics")).text
         for _ in range(2):
-            assert not (await act(gateway, "demo", "resume"))["paused"]
+            assert not (await order(gateway, "models/demo/resume"))["paused"]
         again = await gateway.chat(model="demo")
         after = (await gateway.admin.get("/metrics")).text
         unknown = await gateway.admin.post("/admin/models/dem/pause")
@@ -245,14 +234,14 @@ async def test_a_paused_model_takes_no_request_and_others_do() -> None:
 @in_virtual_time
 async def test_an_alias_goes_on_with_the_models_that_are_left() -> None:
     async with two_models(ALIASES) as (gateway, _):
-        await act(gateway, "demo", "pause")
+        await order(gateway, "models/demo/pause")
         helped = await gateway.chat(model="helper")
         refused = await gateway.chat(model="alias")
-        await act(gateway, "org/other", "pause")
+        await order(gateway, "models/org/other/pause")
         none_left = await gateway.chat(model="helper")
-        models = (await gateway.admin.get("/admin/models")).json()["models"]
-        await act(gateway, "demo", "resume")
-        await act(gateway, "helper", "pause")
+        models = (await answered(gateway.admin, "/admin/models"))["models"]
+        await order(gateway, "models/demo/resume")
+        await order(gateway, "models/helper/pause")
         by_alias = await gateway.chat(model="helper")
         by_name = await gateway.chat(model="demo")
     assert helped.status_code == 200
@@ -273,11 +262,11 @@ async def test_a_pause_and_a_cap_hold_for_a_models_other_names(name: str, other:
         EmulatedNode(model="hidden", aliases=("nick",)), settings=capped, serving=True
     ) as gateway:
         served = await gateway.chat(model="nick", max_tokens=50)
-        paused = await act(gateway, name, "pause")
+        paused = await order(gateway, f"models/{name}/pause")
         refused = await gateway.chat(model=other)
-        models = (await gateway.admin.get("/admin/models")).json()["models"]
+        models = (await answered(gateway.admin, "/admin/models"))["models"]
         status = (await gateway.admin.get("/admin/status")).json()
-        await act(gateway, name, "resume")
+        await order(gateway, f"models/{name}/resume")
         again = await gateway.chat(model="nick")
     assert served.json()["usage"]["completion_tokens"] == 2
     assert paused["paused"]

@@ -8,17 +8,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.emulator import EmulatedNode
 from tests.emulator.routed_model import HostMemory, ModelFile
 from tests.emulator.router import EmulatedRouter
-from tests.gateways import Running, running_gateway, until
+from tests.gateways import Running, answered, running_gateway, until
 from tests.servers import demo_model, running_router
 from tests.virtual import in_virtual_time
 
-CHAT = "/v1/chat/completions"
 GIB = 1 << 30
 FILES = {name: ModelFile(memory=4 * GIB, load_seconds=3.0) for name in ("a", "org/b", "c")}
 SIZES: dict[str, Any] = {"models": {name: {"memory": "4GiB"} for name in FILES}}
@@ -26,61 +24,36 @@ SIZES: dict[str, Any] = {"models": {name: {"memory": "4GiB"} for name in FILES}}
 
 @asynccontextmanager
 async def one_router(
-    folder: Path,
-    settings: dict[str, Any] | None = None,
-    *,
-    memory: str = "9GiB",
-    unreadable: tuple[str, ...] = (),
-    **node: Any,
+    folder: Path, settings: dict[str, Any] = SIZES
 ) -> AsyncIterator[tuple[Running, EmulatedRouter]]:
-    router = EmulatedRouter(
-        FILES,
-        unreadable=unreadable,
-        models_max=0,
-        memory=HostMemory(64 * GIB),
-        slots=2,
-        decode_tps=20,
-    )
-    plain = EmulatedNode(model="plain")
+    memory, plain = HostMemory(64 * GIB), EmulatedNode(model="plain")
+    router = EmulatedRouter(FILES, models_max=0, memory=memory, slots=2, decode_tps=20)
     async with router, plain:
         nodes = [
-            {"name": "r1", "url": router.url, "memory": memory, **node},
+            {"name": "r1", "url": router.url, "memory": "9GiB"},
             {"name": "a1", "url": plain.url},
         ]
-        async with running_gateway(folder, nodes, settings or SIZES) as running:
+        async with running_gateway(folder, nodes, settings) as running:
             await until(lambda: "r1/a" in running.gateway.fleet.nodes)
             yield running, router
 
 
 async def placements(running: Running) -> dict[str, dict[str, Any]]:
-    response = await running.admin.get("/admin/placements")
-    assert response.status_code == 200, response.text
-    return {one["name"]: one for one in response.json()["placements"]}
+    found = await answered(running.admin, "/admin/placements")
+    return {one["name"]: one for one in found["placements"]}
 
 
-async def send(running: Running, order: str, model: str, node: str = "r1") -> httpx.Response:
-    body = {"order": order, "model": model, "node": node}
-    return await running.admin.post("/admin/placements", json=body)
-
-
-async def done(
-    running: Running, order: str, model: str, state: str | None = None
-) -> dict[str, Any]:
-    response = await send(running, order, model)
-    assert response.status_code == 200, response.text
+async def done(running: Running, order: str, model: str, state: str | None = None) -> Any:
+    body = {"order": order, "model": model, "node": "r1"}
+    found = await answered(running.admin, "/admin/placements", "POST", json=body)
     if state is not None:
         await state_is(running, f"r1/{model}", state)
-    found: dict[str, Any] = response.json()
     return found
 
 
-def chat(model: str, most: int) -> dict[str, Any]:
-    messages = [{"role": "user", "content": "Hello"}]
-    return {"model": model, "messages": messages, "max_tokens": most}
-
-
 async def refused(running: Running, order: str, model: str, node: str = "r1") -> dict[str, Any]:
-    response = await send(running, order, model, node)
+    body = {"order": order, "model": model, "node": node}
+    response = await running.admin.post("/admin/placements", json=body)
     assert response.status_code >= 400, response.text
     return {"status": response.status_code, **response.json()["error"]}
 
@@ -122,14 +95,14 @@ async def test_a_model_is_loaded_and_unloaded_by_order(tmp_path: Path) -> None:
 async def test_an_unload_waits_for_what_runs_and_a_drain_ends_it(tmp_path: Path) -> None:
     async with one_router(tmp_path) as (running, router):
         await done(running, "load", "a", "ready")
-        asked = asyncio.create_task(running.client.post(CHAT, json=chat("a", 60)))
+        asked = asyncio.create_task(running.chat(model="a", max_tokens=60))
         await until(lambda: router.models["a"].node.busy == 1)
         reason = (await done(running, "unload", "a"))["reason"]
         state = (await placements(running))["r1/a"]["state"]
         answer = await asked
         await state_is(running, "r1/a", "unloaded")
         await done(running, "load", "a", "ready")
-        asked = asyncio.create_task(running.client.post(CHAT, json=chat("a", 900)))
+        asked = asyncio.create_task(running.chat(model="a", max_tokens=900))
         await until(lambda: router.models["a"].node.busy == 1)
         drained = (await running.admin.post("/admin/nodes/r1/drain?deadline=1")).json()
         ended = await asked

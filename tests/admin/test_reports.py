@@ -8,21 +8,24 @@ from typing import Any
 
 import pytest
 
+from gateway.callers.keys import ApiKey
 from tests.callers.ledger_rows import a_row, add_rows
-from tests.callers.metered_gateway import ALICE, CHAT, VIP, bearer, chat, metered_gateway, recorded
-from tests.gateways import Running, until
+from tests.callers.metered_gateway import ALICE, CHAT, VIP, chat, metered_gateway, recorded
+from tests.gateways import Running, answered, until
+from tests.known import known
 from tests.web.bare_gateway import bare_gateway, error_of
 
 
 async def test_operators_see_what_every_key_used_and_cost(tmp_path: Path) -> None:
     async with metered_gateway(tmp_path) as running:
+        tasks = {task.get_name() for task in asyncio.all_tasks()}
+        assert {"record the hours of nodes", "sum up old usage"} <= tasks
         for _ in range(3):
             await chat(running, ALICE)
         await chat(running, VIP)
         await chat(running, CHAT, **{"X-User-Id": "bob"})
         await recorded(running, 5)
-        admin = running.admin
-        told = (await admin.get("/admin/usage?by=key")).json()
+        told = await answered(running.admin, "/admin/usage?by=key")
         rows = {row["key"]: row for row in told["rows"]}
         requests = {key: row["requests"] for key, row in rows.items()}
         assert requests == {"alice": 3, "vip": 1, "chat": 1}
@@ -44,12 +47,6 @@ async def test_operators_see_what_every_key_used_and_cost(tmp_path: Path) -> Non
         assert answer.text.startswith("key,key_name,requests,failures,clients_left,")
 
 
-async def test_a_gateway_records_hours_and_sums_up_old_usage_by_itself(tmp_path: Path) -> None:
-    async with metered_gateway(tmp_path):
-        names = {task.get_name() for task in asyncio.all_tasks()}
-        assert {"record the hours of nodes", "sum up old usage"} <= names
-
-
 async def test_without_a_store_there_is_no_report_and_what_makes_no_sense_is_refused() -> None:
     async with bare_gateway() as gateway:
         for query in ("by=node", "format=xml", "user=bob"):
@@ -64,48 +61,29 @@ async def test_without_a_store_there_is_no_report_and_what_makes_no_sense_is_ref
 # `GET /admin/requests/ended`, and `why` of a request that only the ledger still knows.
 
 
-async def secret_chat(running: Running, key: Any, *, stream: bool = False, **headers: str) -> str:
-    sent, messages = (
-        bearer(key, **headers),
-        [{"role": "user", "content": "the launch code is 7391"}],
-    )
-    body = {"messages": messages, "max_tokens": 8, "stream": stream}
-    response = await running.client.post("/v1/chat/completions", json=body, headers=sent)
+async def secret_chat(running: Running, key: ApiKey, **body: Any) -> str:
+    """The id of a chat of which no report may tell a word."""
+    messages = [{"role": "user", "content": "the launch code is 7391"}]
+    headers = body.pop("headers", None)
+    response = await running.chat(key, headers, messages=messages, max_tokens=8, **body)
     assert response.status_code == 200, response.text
     return response.headers["x-request-id"]
 
 
-async def page(running: Running, query: str = "") -> dict[str, Any]:
-    response = await running.admin.get(f"/admin/requests/ended{query}")
-    assert response.status_code == 200, response.text
-    assert "launch" not in response.text
-    found: dict[str, Any] = response.json()
-    return found
-
-
-async def add(running: Running, *rows: dict[str, Any]) -> None:
-    store = running.gateway.metering.store
-    assert store is not None
-    await store.run(lambda connection: add_rows(connection, list(rows)))
-
-
-async def why(running: Running, name: str) -> list[dict[str, Any]]:
-    response = await running.admin.get(f"/admin/requests/{name}/why")
-    assert response.status_code == 200, response.text
-    requests: list[dict[str, Any]] = response.json()["requests"]
-    return requests
+async def requests(running: Running, path: str) -> Any:
+    found = await answered(running.admin, f"/admin/requests/{path}")
+    assert "launch" not in str(found)
+    return found["requests"]
 
 
 async def test_what_has_ended_is_found_with_times_and_the_name_of_its_key(tmp_path: Path) -> None:
     async with metered_gateway(tmp_path) as running:
-        await secret_chat(running, VIP, stream=True, **{"x-request-id": "mine"})
+        await secret_chat(running, VIP, stream=True, headers={"x-request-id": "mine"})
         own = await secret_chat(running, ALICE)
         await recorded(running, 2)
-        found = await page(running)
-        latest, first = found["requests"]
-        by_key = await page(running, "?key=Alice&outcome=ok&limit=1")
-        failed = await page(running, "?outcome=failed")
-    assert (found["next"], found["complete"]) == (None, True)
+        latest, first = await requests(running, "ended")
+        by_key = await requests(running, "ended?key=Alice&outcome=ok&limit=1")
+        assert await requests(running, "ended?outcome=failed") == []
     assert (latest["id"], latest["client_request_id"]) == (own, None)
     assert (latest["key"], latest["key_name"], latest["group"]) == ("alice", "Alice", "team")
     assert (first["client_request_id"], first["stream"]) == ("mine", True)
@@ -115,8 +93,7 @@ async def test_what_has_ended_is_found_with_times_and_the_name_of_its_key(tmp_pa
         on_node = one["prefill_seconds"] + one["decode_seconds"]
         assert 0 < on_node <= one["seconds"] + 0.05
         assert one["resumptions"] == 0
-    assert [one["id"] for one in by_key["requests"]] == [own]
-    assert failed["requests"] == []
+    assert [one["id"] for one in by_key] == [own]
 
 
 async def test_what_memory_has_forgotten_is_explained_by_the_ledgers_row(tmp_path: Path) -> None:
@@ -130,12 +107,13 @@ async def test_what_memory_has_forgotten_is_explained_by_the_ledgers_row(tmp_pat
             2, ended_at=1_799_000_000.0, wait_seconds=None, resumptions=None, status=0,
             outcome="lost", client_request_id="mine",
         )  # fmt: skip
-        await add(running, old, older)
-        (by_id,) = await why(running, "r1")
-        _, lost = await why(running, "mine")
+        store = known(running.gateway.store)
+        await store.run(lambda connection: add_rows(connection, [old, older]))
+        (by_id,) = await requests(running, "r1/why")
+        _, lost = await requests(running, "mine/why")
         remembered = await secret_chat(running, ALICE)
         await until(lambda: len(running.gateway.registry) == 0)
-        (live,) = await why(running, remembered)
+        (live,) = await requests(running, f"{remembered}/why")
     assert (by_id["from"], by_id["state"], by_id["decisions"]) == ("ledger", "finished", [])
     assert (by_id["id"], by_id["request_id"], by_id["caller"]) == ("r1", "mine", "team-a")
     assert (by_id["received_at"], by_id["seconds"]) == ("2027-01-15T08:00:00.000Z", 9.5)

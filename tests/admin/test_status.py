@@ -17,7 +17,7 @@ from gateway.admin.app import ADMIN_ROUTES, INDEX_PAGE
 from gateway.admin.status import MOST_LISTED_WAITING, WHOLE_SECONDS
 from gateway.callers.keys import new_key
 from tests.emulator import EmulatedNode
-from tests.gateways import NO_TLS, Running, running_gateway, until
+from tests.gateways import NO_TLS, Running, answered, running_gateway, until
 from tests.nodes.build import a_spec
 from tests.virtual import in_virtual_time, now
 from tests.web.bare_gateway import BareGateway, bare_gateway, error_of
@@ -27,43 +27,36 @@ DEAD = "http://127.0.0.1:9"
 
 @in_virtual_time
 async def test_status_shows_the_gateway_on_one_page() -> None:
-    async with (
-        EmulatedNode(slots=2) as node,
-        bare_gateway(
-            *(
-                a_spec("a", node.url),
-                a_spec("b", DEAD, model="demo"),
-                a_spec("c", DEAD, model="demo"),
-            ),
-            serving=True,
-        ) as gateway,
-    ):
+    faults = {
+        "inventory_error": "nodes.yaml:3: nodes[0].slots: must be a number",
+        "settings_error": "gateway.yaml:1: models: must be a mapping",
+    }
+    dead = [a_spec(name, DEAD, model="demo") for name in "bc"]
+    async with bare_gateway(EmulatedNode(slots=2), *dead, serving=True) as gateway:
         assert (await gateway.chat()).status_code == 200
         assert (await gateway.chat(model="nobody-has-it")).status_code == 404
         await asyncio.sleep(3.0)
-        status = (await gateway.admin.get("/admin/status")).json()
-        gateway.config_files.inventory_error = "nodes.yaml:3: nodes[0].slots: must be a number"
-        gateway.config_files.settings_error = "gateway.yaml:1: models: must be a mapping"
+        status = await answered(gateway.admin, "/admin/status")
+        for name, fault in faults.items():
+            setattr(gateway.config_files, name, fault)
         gateway.handler.begin_shutdown()
-        later = (await gateway.admin.get("/admin/status")).json()
-    assert status["version"] == "1.2.3"
+        later = await answered(gateway.admin, "/admin/status")
     assert 3.0 <= status["uptime"] < 4.0
     started = datetime.fromisoformat(status["started_at"])
     assert timedelta(0) <= datetime.now(UTC) - started < timedelta(minutes=1)
-    assert (status["ready"], status["reason"], status["in_flight"]) == (True, None, 0)
-    assert status["queue"] == {"urgent": 0, "premium": 0, "normal": 0, "batch": 0}
-    assert status["waiting"] == []
-    assert status["nodes"] == {"ready": 1, "down": 2}
-    assert (status["slots_total"], status["slots_busy"]) == (4, 0)
-    assert (status["inventory_error"], status["settings_error"]) == (None, None)
+    expected = {
+        "version": "1.2.3", "ready": True, "reason": None, "in_flight": 0, "waiting": [],
+        "queue": {"urgent": 0, "premium": 0, "normal": 0, "batch": 0},
+        "nodes": {"ready": 1, "down": 2}, "slots_total": 4, "slots_busy": 0,
+        **dict.fromkeys(faults),
+    }  # fmt: skip
+    assert {name: status[name] for name in expected} == expected
     totals = status["totals"]
     assert (totals["requests"], totals["failures"], totals["clients_left"]) == (2, 1, 0)
     assert totals["failures_by_code"] == {"404": 1}
-    assert totals["prompt_tokens"] > 0
-    assert totals["completion_tokens"] > 0
-    assert (later["ready"], later["reason"]) == (False, "shutting_down")
-    assert later["inventory_error"] == "nodes.yaml:3: nodes[0].slots: must be a number"
-    assert later["settings_error"] == "gateway.yaml:1: models: must be a mapping"
+    assert min(totals["prompt_tokens"], totals["completion_tokens"]) > 0
+    expected = {"ready": False, "reason": "shutting_down", **faults}
+    assert {name: later[name] for name in expected} == expected
 
 
 @in_virtual_time
@@ -77,13 +70,11 @@ async def test_status_lists_queued_requests_in_order_up_to_a_limit() -> None:
             headers = {"x-priority": wanted}
             tasks.append(asyncio.create_task(gateway.chat("a secret", headers=headers)))
             await gateway.until(lambda: len(gateway.scheduler.queue_positions()) == len(tasks) - 1)
-        response = await gateway.admin.get("/admin/status")
+        status = await answered(gateway.admin, "/admin/status")
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
         await gateway.until(lambda: len(gateway.registry) == 0)
-        left = (await gateway.admin.get("/admin/status")).json()
-    status = response.json()
+        left = await answered(gateway.admin, "/admin/status")
     listed = status["waiting"]
     assert status["queue"] == {"urgent": 1, "premium": 0, "normal": MOST_LISTED_WAITING, "batch": 1}
     assert [one["position"] for one in listed] == [*range(1, MOST_LISTED_WAITING + 1)]
@@ -91,7 +82,7 @@ async def test_status_lists_queued_requests_in_order_up_to_a_limit() -> None:
     assert {one["model"] for one in listed} == {"demo"}
     assert all(one["expected_start"] >= 0 for one in listed)
     assert status["in_flight"] == MOST_LISTED_WAITING + 3
-    assert "a secret" not in response.text
+    assert "a secret" not in str(status)
     totals = left["totals"]
     assert (totals["clients_left"], totals["failures"]) == (MOST_LISTED_WAITING + 3, 0)
 
@@ -137,14 +128,20 @@ async def scraped(gateway: BareGateway) -> dict[tuple[str, str], float]:
     }
 
 
-@in_virtual_time
-async def test_nodes_metrics_are_on_one_page_whatever_some_nodes_answer() -> None:
+@contextlib.asynccontextmanager
+async def over(*names: str) -> AsyncIterator[tuple[BareGateway, dict[str, EmulatedNode]]]:
     async with contextlib.AsyncExitStack() as stack:
-        names = ("good", "other", "slow", "endless", "garbage", "refuses", "foreign")
         nodes = {name: await stack.enter_async_context(EmulatedNode()) for name in names}
         specs = [a_spec(name, node.url) for name, node in nodes.items()]
         gateway = await stack.enter_async_context(bare_gateway(*specs, timeout=2.0))
         await gateway.until(lambda: all(gateway[name].probe_history.up for name in names))
+        yield gateway, nodes
+
+
+@in_virtual_time
+async def test_nodes_metrics_are_on_one_page_whatever_some_nodes_answer() -> None:
+    names = ("good", "other", "slow", "endless", "garbage", "refuses", "foreign")
+    async with over(*names) as (gateway, nodes):
         for name, fault in (
             ("slow", {"kind": "hang"}),
             ("garbage", {"kind": "garbage"}),
@@ -165,50 +162,24 @@ async def test_nodes_metrics_are_on_one_page_whatever_some_nodes_answer() -> Non
 @in_virtual_time
 async def test_silent_nodes_hide_no_other_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "AT_ONCE", 2)
-    async with contextlib.AsyncExitStack() as stack:
-        # In the order in which they are asked: the silent ones first.
-        names = [*(f"silent-{number}" for number in range(10)), "good"]
-        nodes = {name: await stack.enter_async_context(EmulatedNode()) for name in names}
-        specs = [a_spec(name, node.url) for name, node in nodes.items()]
-        gateway = await stack.enter_async_context(bare_gateway(*specs, timeout=2.0))
-        await gateway.until(lambda: all(gateway[name].probe_history.up for name in names))
-        for name in names[:-1]:
+    # In the order in which they are asked: the silent ones first.
+    silent = [f"silent-{number}" for number in range(10)]
+    async with over(*silent, "good") as (gateway, nodes):
+        for name in silent:
             nodes[name].faults.set("hang", path="/metrics")
         values = await scraped(gateway)
         assert [node for family, node in values if family == TOTAL] == ["good"]
 
 
-MINUTES = 7
 BODY = {"messages": [{"role": "user", "content": "tell me more"}], "max_tokens": 40}
 
 
-@contextlib.asynccontextmanager
-async def gateway_over(folder: Path, nodes: list[EmulatedNode]) -> AsyncIterator[Running]:
-    folder.mkdir()  # noqa: ASYNC240 - a test's
-    async with running_gateway(folder, [node.url for node in nodes]) as running:
-        yield running
-
-
-@contextlib.asynccontextmanager
-async def two_gateways(folder: Path) -> AsyncIterator[tuple[Running, Running, list[EmulatedNode]]]:
-    nodes = [EmulatedNode(slots=1, decode_tps=2.0) for _ in range(2)]
-    async with (
-        nodes[0],
-        nodes[1],
-        gateway_over(folder / "first", nodes) as first,
-        gateway_over(folder / "second", nodes) as second,
-    ):
-        yield first, second, nodes
-
-
-async def ask_now_and_then(*urls: str) -> None:
-    """Two chats of 20 seconds at once, once a minute."""
-    async with httpx.AsyncClient(timeout=600.0, trust_env=False, verify=NO_TLS) as client:
-        for _ in range(MINUTES):
-            sent = [client.post(f"{url}/v1/chat/completions", json=BODY) for url in urls]
-            for answer in await asyncio.gather(*sent):
-                assert answer.status_code == 200
-            await asyncio.sleep(40.0)
+async def ask_now_and_then(client: httpx.AsyncClient, *urls: str) -> None:
+    """Two chats of 20 seconds at once, once a minute, for seven minutes."""
+    for _ in range(7):
+        sent = [client.post(f"{url}/v1/chat/completions", json=BODY) for url in urls]
+        assert {answer.status_code for answer in await asyncio.gather(*sent)} == {200}
+        await asyncio.sleep(40.0)
 
 
 async def told(running: Running) -> list[str]:
@@ -217,13 +188,22 @@ async def told(running: Running) -> list[str]:
 
 @in_virtual_time
 async def test_a_second_gateway_on_the_same_nodes_is_told(tmp_path: Path) -> None:
-    async with two_gateways(tmp_path) as (first, second, nodes):
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        folder.mkdir()
+    async with (
+        EmulatedNode(slots=1, decode_tps=2.0) as one,
+        EmulatedNode(slots=1, decode_tps=2.0) as other,
+        running_gateway(folders[0], [one.url, other.url]) as first,
+        running_gateway(folders[1], [one.url, other.url]) as second,
+        httpx.AsyncClient(timeout=600.0, trust_env=False, verify=NO_TLS) as client,
+    ):
         assert await told(first) == []
         # One who uses a node directly is none.
-        await ask_now_and_then(nodes[0].url)
+        await ask_now_and_then(client, one.url)
         assert await told(first) == []
         assert first.gateway.fleet.others_take_slots(first.gateway.fleet.nodes["node-0"])
-        await ask_now_and_then(second.url, second.url)
+        await ask_now_and_then(client, second.url, second.url)
         assert await told(first) == ["second_gateway"]
         assert "nodes_used_by_others 2" in (await first.admin.get("/metrics")).text
         # The one that all requests came through has seen no other.
@@ -252,26 +232,22 @@ async def test_a_reload_reports_changes_and_what_needs_a_restart(tmp_path: Path)
             [{"name": "node-0", "url": one.url, "slots": 2}, {"name": "fresh", "url": two.url}]
         )
         running.write_settings({"queue": {"max": 3}, "limits": {"connections": 77}})
-        first = await admin.post("/admin/reload")
-        second = await admin.post("/admin/reload")
-        shown = (await admin.get("/admin/config")).json()
-        nodes = (await admin.get("/admin/nodes")).json()["nodes"]
-    assert (first.status_code, second.status_code) == (200, 200)
-    assert first.json() == {
+        first, second = [await answered(admin, "/admin/reload", "POST") for _ in range(2)]
+        shown = await answered(admin, "/admin/config")
+        nodes = (await answered(admin, "/admin/nodes"))["nodes"]
+    assert first == {
         "nodes": {"added": ["fresh"], "changed": ["node-0"], "removed": ["node-1"]},
         "settings": {"changed": ["limits", "queue"], "needs_restart": ["limits.connections"]},
     }
-    assert not any(names for told in second.json().values() for names in told.values())
+    assert not any(names for told in second.values() for names in told.values())
     assert shown["queue"]["max"] == 3
     assert [node["name"] for node in nodes] == ["node-0", "fresh"]
 
 
-async def versions_of(running: Running, number: int) -> list[dict[str, Any]]:
+async def versions_of(running: Running, number: int) -> Any:
     history = running.gateway.config_files.histories["gateway"]
     await until(lambda: len(history.versions()) >= number)
-    files = (await running.admin.get("/admin/config/history")).json()["files"]
-    found: list[dict[str, Any]] = files[0]["versions"]
-    return found
+    return (await answered(running.admin, "/admin/config/history"))["files"][0]["versions"]
 
 
 @in_virtual_time
@@ -283,22 +259,21 @@ async def test_a_version_can_come_back_and_a_bad_rollback_writes_nothing(tmp_pat
         running.write_settings({"queue": {"max": "many"}})
         assert (await admin.post("/admin/reload")).status_code == 422
         running.write_settings({"queue": {"max": 2}})
-        assert (await admin.post("/admin/reload")).status_code == 200
+        await answered(admin, "/admin/reload", "POST")
         newest, first = await versions_of(running, 2)
         assert (newest["in_force"], newest["on_disk"]) == (True, True)
         assert (first["in_force"], first["on_disk"]) == (False, False)
-        done = await admin.post("/admin/config/rollback", json={"version": first["name"]})
-        told = {"file": str(running.settings_file), "version": first["name"], "kept": None}
-        assert done.json() == told
+        name = first["name"]
+        done = await answered(admin, "/admin/config/rollback", "POST", json={"version": name})
+        assert done == {"file": str(running.settings_file), "version": name, "kept": None}
         [entry] = (await admin.get("/admin/audit?action=config")).json()["entries"]
-        assert (entry["action"], entry["target"]) == ("config.rollback", first["name"])
+        assert (entry["action"], entry["target"]) == ("config.rollback", name)
         assert "max" not in str(entry["details"])
 
         async def refused(**body: str) -> tuple[int, str]:
             response = await admin.post("/admin/config/rollback", json=body)
             return response.status_code, error_of(response)["code"]
 
-        name = first["name"]
         assert await refused(version="gateway-1999") == (404, "version_not_found")
         assert await refused(version="../gateway.yaml") == (404, "version_not_found")
         assert await refused(name=name) == (400, "invalid_request")

@@ -9,7 +9,7 @@ from typing import Any
 
 from gateway.callers.keys import new_key
 from tests.emulator.node import EmulatedNode
-from tests.gateways import Running, running_gateway, until
+from tests.gateways import Running, answered, running_gateway, until
 from tests.known import known
 
 ALICE, CHAT, VIP = new_key("alice"), new_key("chat"), new_key("vip")
@@ -64,6 +64,4 @@ async def recorded(running: Running, count: int) -> None:
 async def own_usage(running: Running, key: Any = None, path: str = "", **headers: str) -> Any:
     """What a caller is told of its own use; `path`: behind `/v1/usage`."""
     sent = headers if key is None else bearer(key, **headers)
-    response = await running.client.get(f"/v1/usage{path}", headers=sent)
-    assert response.status_code == 200, response.text
-    return response.json()
+    return await answered(running.client, f"/v1/usage{path}", headers=sent)

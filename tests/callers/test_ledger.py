@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import operator
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import pytest
 import structlog
@@ -52,6 +53,7 @@ from gateway.store.failures import StoreUnavailable
 from gateway.store.schema import open_requests, processes, revisions, usage
 from gateway.store.store import Store
 from gateway.terms import Caller, Priority
+from tests.beside import beside
 from tests.callers import ledger_rows
 from tests.callers.build import NOW, FlakyStore
 from tests.each_case import each_case
@@ -60,8 +62,6 @@ from tests.lease_requests import a_lease_request
 from tests.nodes.build import Clock
 from tests.store.stores import opened
 from tests.virtual import in_virtual_time, now
-
-T = TypeVar("T")
 
 LIMIT = 120.0  # seconds for each wait
 
@@ -123,17 +123,6 @@ def an_open_request(id_: str, started_at: float, *, tokens: int = 0, **keys: Any
     )  # fmt: skip
 
 
-@asynccontextmanager
-async def running(ledger: Ledger) -> AsyncIterator[None]:
-    tasks = [asyncio.create_task(ledger.worker.run()), asyncio.create_task(ledger.keep_rows())]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 async def test_many_rows_of_every_kind_are_written_as_they_are(store_url: str) -> None:
     names = ("group_name", "user", "gpu_cost", "ttft_seconds", "stream")
     kinds: list[dict[str, Any]] = [
@@ -164,7 +153,7 @@ async def test_a_batch_is_written_once_though_nobody_knows_whether_it_was(store_
         world.open = [an_open_request("o1", NOW)]
         for i in range(3):
             ledger.add(a_row(f"r{i}"))
-        async with running(ledger):
+        async with beside(ledger.worker.run(), ledger.keep_rows()):
             for _ in range(3):
                 failures = ledger.worker.failures
                 await until(lambda before=failures: ledger.worker.failures > before)
@@ -186,31 +175,22 @@ async def test_a_batch_is_written_once_though_nobody_knows_whether_it_was(store_
 
 
 @in_virtual_time
-async def test_a_store_that_is_away_is_told_of_once_though_there_is_nothing_to_write() -> None:
-    class ReadlessStore:
-        """Fails from a look for dead processes on."""
-
-        is_away = False
-
-        async def run(self, job: Any, /, *, write: bool = True) -> Any:
-            self.is_away = self.is_away or (now() > 1001.0 and not write)
-            if self.is_away:
-                raise StoreUnavailable("gone", "wait")
-            return []
-
+async def test_a_store_that_is_away_is_told_of_once_though_there_is_nothing_to_write(
+    connection: Connection,
+) -> None:
     own = ProcessIdentity("p.0", "host", 1, NOW)
-    store = ReadlessStore()
-    ledger = Ledger(cast("Any", store), own, lambda: NOW, now, lambda *_: ())
-    problems: list[str | None] = []
+    store: Any = FlakyStore(connection)
+    ledger = Ledger(store, own, lambda: NOW, now, lambda *_: ())
+    problems: set[str | None] = set()
     with structlog.testing.capture_logs() as logs:
-        task = asyncio.create_task(ledger.worker.run())
-        for _ in range(600):
-            await asyncio.sleep(0.1)
-            if store.is_away:
-                problems.append(ledger.worker.problem)
-    task.cancel()
-    assert len(problems) > 100
-    assert set(problems) == {"gone; wait"}
+        async with beside(ledger.worker.run(), ledger.keep_rows()):
+            await asyncio.sleep(1.0)
+            store.is_away = True
+            await asyncio.sleep(10.0)
+            for _ in range(500):
+                await asyncio.sleep(0.1)
+                problems.add(ledger.worker.problem)
+    assert problems == {"gone; wait"}
     assert [one["event"] for one in logs] == ["usage waits for the store"]
 
 
@@ -240,14 +220,8 @@ async def test_beyond_the_bound_the_oldest_rows_are_dropped_and_counted(store_ur
 
 
 async def test_a_store_that_never_answers_delays_the_end_for_a_bounded_time() -> None:
-    class SilentStore:
-        async def run(self, job: Callable[[Connection], T], /, *, write: bool = True) -> T:
-            await asyncio.Event().wait()
-            raise AssertionError
-
-    clock = Clock()
-    own = ProcessIdentity("p.0", "host", 1, NOW)
-    ledger = Ledger(cast("Any", SilentStore()), own, lambda: NOW, clock, lambda *_: ())
+    own, silent = ProcessIdentity("p.0", "host", 1, NOW), FlakyStore(None, seconds=math.inf)
+    ledger = Ledger(cast("Any", silent), own, lambda: NOW, Clock(), lambda *_: ())
     ledger.add(a_row("r"))
     await ledger.start(0.01)
     await ledger.close(0.01)
@@ -398,7 +372,7 @@ async def test_a_slow_store_has_each_request_before_it_is_a_second_old(
     store = FlakyStore(connection, seconds=seconds)
     ledger = Ledger(cast("Any", store), own, loop.time, loop.time, running_since)
     ages: list[float] = []
-    async with running(ledger):
+    async with beside(ledger.worker.run(), ledger.keep_rows()):
         known: set[str] = set()
         for number in range(1000):
             admitted[f"r{number}"] = loop.time()
@@ -437,27 +411,11 @@ async def test_a_job_and_its_rows_are_committed_together_or_not_at_all(store_url
         assert (len(await world.all(revisions)), ledger.written) == (1, 2)
 
 
-def a_watch(clock: Clock) -> ProcessWatch:
-    return ProcessWatch(ProcessIdentity("me.0", "here", 1, NOW), clock)
-
-
-async def test_a_process_that_shows_itself_again_is_not_dead() -> None:
-    clock = Clock()
-    watch = a_watch(clock)
-    assert watch.dead([SeenProcess("me.0", "here", 1, 0.0), SeenProcess("a.0", "x", 1, 5.0)]) == []
-    clock.passes(DEAD_SECONDS - 1)
-    assert watch.dead([SeenProcess("a.0", "x", 1, 6.0)]) == []
-    clock.passes(DEAD_SECONDS - 1)
-    assert watch.dead([SeenProcess("a.0", "x", 1, 6.0)]) == []
-    clock.passes(1)
-    assert watch.dead([gone := SeenProcess("a.0", "x", 1, 6.0)]) == [gone]
-
-
 @each_case("hours", [-5000.0, -1.0, 1.0, 5000.0])
 def test_the_clock_of_another_host_makes_nobody_look_dead(hours: float) -> None:
     """Nor one that is set back between two signs of life, nor a store that was away."""
     clock = Clock()
-    watch = a_watch(clock)
+    watch = ProcessWatch(ProcessIdentity("me.0", "here", 1, NOW), clock)
     for number in range(10):
         seen_at = NOW + hours * 3600 + number * HEARTBEAT_SECONDS
         assert watch.dead([SeenProcess("a.0", "there", 1, seen_at)]) == []
@@ -580,7 +538,7 @@ async def test_rows_of_a_process_that_was_killed_without_a_store_are_booked_by_t
     folder = tmp_path / "rows"
     async with a_world(f"sqlite:///{tmp_path}/gateway.db") as world:
         killed = world.ledger(FlakyStore(world.store, is_away=True), kept=KeptRows(folder, "p1.0"))
-        async with running(killed):
+        async with beside(killed.worker.run(), killed.keep_rows()):
             for number in range(3):
                 killed.add(a_row(f"r{number}"))
             # They are written by one write, behind the file's creation.
@@ -602,7 +560,7 @@ async def test_rows_are_booked_once_when_the_store_is_back_and_those_that_memory
     async with a_world(f"sqlite:///{tmp_path}/gateway.db") as world:
         store = FlakyStore(world.store, is_away=True)
         ledger = world.ledger(store, kept=KeptRows(folder, "p1.0"), most_pending=8, flush_rows=99)
-        async with running(ledger):
+        async with beside(ledger.worker.run(), ledger.keep_rows()):
             for batch in range(4):
                 for number in range(4):
                     ledger.add(a_row(f"r{batch}{number}"))

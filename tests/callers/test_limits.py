@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -116,14 +116,6 @@ def test_what_has_ended_is_settled_before_a_refusal_and_once() -> None:
     (account,) = all_accounts(book)
     assert (account.running, account.open, account.reserved_tokens) == (1, 1, 900)
     assert account.tokens.value(book.clocks.clock()) == 10
-
-
-def test_a_request_beyond_the_whole_limit_is_400_and_not_a_wait() -> None:
-    book, alice = Book(), a_caller(limits={"tpm": 1000, "tokens_per_day": 900})
-    error = book.refusal(alice, request=answers(800, prompt=101))
-    assert (error.status, error.code, error.retry_after) == (400, "invalid_request", None)
-    assert "key 'alice': 900 tokens a day (tokens_per_day)" in error.message
-    assert "101 tokens of prompt and 800 for the answer" in error.message
 
 
 def test_the_quota_of_a_day_is_renewed_at_midnight_in_utc() -> None:
@@ -396,13 +388,6 @@ def ask(share: FairShare, caller: str, limit: int, user: str | None = None) -> b
     return True
 
 
-def filled(limit: int, callers: Sequence[str]) -> FairShare:
-    share = FairShare()
-    for caller in callers:
-        ask(share, caller, limit)
-    return share
-
-
 @given(moves, st.integers(1, 40))
 def test_nobody_is_evicted_for_a_larger_caller(wanted: list[tuple[str, bool]], limit: int) -> None:
     share = FairShare()
@@ -411,24 +396,12 @@ def test_nobody_is_evicted_for_a_larger_caller(wanted: list[tuple[str, bool]], l
             before = dict(share.by_caller)
             own = before.get(caller, 0)
             for other in share.victims(caller, 1, soft_limit(limit)):
-                assert before[other] > own + 1
+                assert before[other] > own + 1, "it would return and evict this one"
             ask(share, caller, limit)
         elif share.held_by(caller):
             share.remove(caller, 1)
         assert share.total == sum(share.by_caller.values()) <= soft_limit(limit)
         assert all(held > 0 for held in share.by_caller.values())
-
-
-@given(st.integers(2, 60), st.sampled_from(PARTIES), st.lists(st.sampled_from(PARTIES)))
-def test_an_evicted_caller_returns_in_vain(limit: int, asker: str, others: list[str]) -> None:
-    share = filled(limit, others)
-    before = dict(share.by_caller)
-    if not ask(share, asker, limit):
-        return
-    for victim in [name for name, held in before.items() if share.held_by(name) < held]:
-        held = share.held_by(asker)
-        ask(share, victim, limit)
-        assert share.held_by(asker) == held
 
 
 @given(st.integers(8, 40), st.integers(2, 6))

@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import jsonschema
 import pytest
@@ -63,6 +63,7 @@ from gateway.store.failures import StoreUnavailable
 from gateway.store.schema import metadata, node_hours, revisions
 from gateway.store.store import Store
 from gateway.terms import Caller, Priority
+from tests.beside import beside
 from tests.callers.build import FlakyStore
 from tests.callers.ledger_rows import DAY, NOON, a_row, add_rows, count_rows, made_up_rows
 from tests.callers.metered_gateway import (
@@ -482,7 +483,7 @@ async def own_requests(running: Running) -> None:
 
 
 class CountingReporter(Reporter):
-    """A reporter that counts what it is asked and takes its time, and what callers are told by it."""
+    """A reporter that counts what it is asked and takes its time; what callers are told by it."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.asked: list[ReportQuery] = []
@@ -643,7 +644,6 @@ def test_idle_time_costs_what_no_request_was_charged_and_never_less_than_nothing
         assert (told.value, reason in str(told.reason)) == (None, True)
 
 
-T = TypeVar("T")
 NODE = AliveNode("cpu-a", "cpu", 0.36)
 NEXT_MIDNIGHT = NOON + DAY / 2
 
@@ -670,14 +670,12 @@ async def test_the_loop_looks_once_a_minute_also_while_the_store_is_away(
     store: Any = FlakyStore(connection)
     began = now()
     recorder = NodeHoursRecorder(store, lambda: [NODE], lambda: NOON + now() - began)
-    task = asyncio.create_task(recorder.run())
-    for is_away, waits, seconds in ((False, 5, 5), (True, 3, 5), (False, 1, 9)):
-        store.is_away = is_away
-        await asyncio.sleep(waits * INTERVAL + (waits == 5))
-        told = recorded_hours(connection)["2027-01-15"][0]
-        assert told == pytest.approx(seconds * INTERVAL)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    async with beside(recorder.run()):
+        for is_away, waits, counted in ((False, 5, 5), (True, 3, 5), (False, 1, 9)):
+            store.is_away = is_away
+            await asyncio.sleep(waits * INTERVAL + (waits == 5))
+            told = recorded_hours(connection)["2027-01-15"][0]
+            assert told == pytest.approx(counted * INTERVAL)
 
 
 def test_claims_that_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ from gateway.store.database import locate_store
 from gateway.store.failures import StoreUnavailable
 from gateway.store.store import Store
 from gateway.terms import Caller
+from tests.beside import beside
 from tests.callers.build import (
     NOW,
     Clocks,
@@ -280,18 +281,16 @@ async def test_the_store_is_read_again_only_when_it_has_changed(connection: Conn
     clocks: Any = {"clock": now, "now": lambda: NOW}
     sync = LimitSync(LimitBook(Settings()), store, "own", recovered=lambda: recovered, **clocks)
     await sync.start()
-    work = asyncio.create_task(sync.worker.run())
-    assert await reads(limit_sync.LONGEST_UNREAD - 2 * poll) == 0
-    recovered = 1
-    assert await reads(2 * poll) == 1
-    store.more_changes += 1
-    assert await reads(2 * poll) == 1
-    assert await reads(limit_sync.LONGEST_UNREAD - 3 * poll) == 0
-    assert await reads(limit_sync.LONGEST_UNREAD) == 1
-    store.is_away, store.more_changes = True, 2
-    assert await reads(60.0) > 100
-    work.cancel()
-    await asyncio.wait([work])
+    async with beside(sync.worker.run()):
+        assert await reads(limit_sync.LONGEST_UNREAD - 2 * poll) == 0
+        recovered = 1
+        assert await reads(2 * poll) == 1
+        store.more_changes += 1
+        assert await reads(2 * poll) == 1
+        assert await reads(limit_sync.LONGEST_UNREAD - 3 * poll) == 0
+        assert await reads(limit_sync.LONGEST_UNREAD) == 1
+        store.is_away, store.more_changes = True, 2
+        assert await reads(60.0) > 100
 
 
 LIMITED = {
@@ -758,9 +757,11 @@ async def test_a_request_beyond_the_whole_limit_is_told_so(tmp_path: Path) -> No
         assert response.status_code == 200
         assert response.json()["usage"]["completion_tokens"] == 60
         response = await chat(running, 60, n=2)
-        assert response.status_code == 400
-        assert "100 tokens a minute (tpm)" in response.json()["error"]["message"]
-        assert "could never be admitted" in response.json()["error"]["message"]
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (400, "invalid_request")
+        assert "retry-after" not in response.headers
+        assert "100 tokens a minute (tpm)" in error["message"]
+        assert "could never be admitted" in error["message"]
 
 
 async def test_what_one_gateway_admits_is_gone_for_another(tmp_path: Path, store_url: str) -> None:

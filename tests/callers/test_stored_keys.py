@@ -47,6 +47,7 @@ from gateway.errors import GatewayError
 from gateway.store.database import StoreLocation, locate_store, never_had_keys
 from gateway.store.schema import keys as keys_table
 from gateway.store.store import LOOK_SECONDS, Store
+from tests.beside import beside
 from tests.callers.build import NOW, FlakyStore
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
@@ -392,22 +393,20 @@ async def test_keys_are_read_again_only_after_changes(
 
     sync = KeySync(store, ring, None, poll_seconds=POLL_SECONDS)
     await sync.start()
-    work = asyncio.create_task(sync.run())
-    assert await reads(MOST_UNCHANGED - 2) == 0
-    assert await reads(MOST_UNCHANGED) == 1, "now and then, whatever the store says"
-    ends = datetime.fromtimestamp(NOW + now() + 100.0, UTC)
-    add_keys(connection, [named(ALICE), named(BOB, expires=ends)], NOW)
-    store.more_changes += 1
-    assert await reads(2) == 1
-    assert ring.find(BOB.text) is not None
-    store.is_away, store.more_changes = True, 2
-    assert await reads(100) > 90
-    store.is_away, store.seconds = False, 1000.0
-    assert await reads(110) == 1
-    assert ring.find(ALICE.text) is not None
-    assert ring.find(BOB.text) is None
-    work.cancel()
-    await asyncio.wait([work])
+    async with beside(sync.run()):
+        assert await reads(MOST_UNCHANGED - 2) == 0
+        assert await reads(MOST_UNCHANGED) == 1, "now and then, whatever the store says"
+        ends = datetime.fromtimestamp(NOW + now() + 100.0, UTC)
+        add_keys(connection, [named(ALICE), named(BOB, expires=ends)], NOW)
+        store.more_changes += 1
+        assert await reads(2) == 1
+        assert ring.find(BOB.text) is not None
+        store.is_away, store.more_changes = True, 2
+        assert await reads(100) > 90
+        store.is_away, store.seconds = False, 1000.0
+        assert await reads(110) == 1
+        assert ring.find(ALICE.text) is not None
+        assert ring.find(BOB.text) is None
 
 
 def damage(path: Path) -> None:
