@@ -96,7 +96,9 @@ async def test_what_has_ended_is_found_with_times_and_the_name_of_its_key(tmp_pa
     assert [one["id"] for one in by_key] == [own]
 
 
-async def test_what_memory_has_forgotten_is_explained_by_the_ledgers_row(tmp_path: Path) -> None:
+async def test_what_memory_has_forgotten_is_explained_by_the_ledger_if_it_knows(
+    tmp_path: Path,
+) -> None:
     async with metered_gateway(tmp_path) as running:
         old = a_row(
             1, started_at=1_800_000_000.0, ended_at=1_800_000_009.5, wait_seconds=2.5,
@@ -114,6 +116,14 @@ async def test_what_memory_has_forgotten_is_explained_by_the_ledgers_row(tmp_pat
         remembered = await secret_chat(running, ALICE)
         await until(lambda: len(running.gateway.registry) == 0)
         (live,) = await requests(running, f"{remembered}/why")
+        for name in ("nobody", "a%00b", "%ff"):
+            response = await running.admin.get(f"/admin/requests/{name}/why")
+            assert (response.status_code, error_of(response)["code"]) == (404, "request_not_found")
+            assert "nor in the ledger" in error_of(response)["message"]
+        for query in ("since=soon", "by=key"):
+            response = await running.admin.get(f"/admin/requests/ended?{query}")
+            assert response.status_code == 400
+            assert error_of(response)["param"] == query.partition("=")[0]
     assert (by_id["from"], by_id["state"], by_id["decisions"]) == ("ledger", "finished", [])
     assert (by_id["id"], by_id["request_id"], by_id["caller"]) == ("r1", "mine", "team-a")
     assert (by_id["received_at"], by_id["seconds"]) == ("2027-01-15T08:00:00.000Z", 9.5)
@@ -126,15 +136,3 @@ async def test_what_memory_has_forgotten_is_explained_by_the_ledgers_row(tmp_pat
     assert (lost["id"], lost["state"], lost["outcome"]["reason"]) == ("r2", "failed", "lost")
     assert "how long it waited, and when its first token came" in lost["unknown"]
     assert (live["from"], live["row"], live["unknown"]) == ("memory", None, [])
-
-
-async def test_what_nobody_remembers_and_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
-    async with metered_gateway(tmp_path) as running:
-        for name in ("nobody", "a%00b", "%ff"):
-            response = await running.admin.get(f"/admin/requests/{name}/why")
-            assert (response.status_code, error_of(response)["code"]) == (404, "request_not_found")
-            assert "nor in the ledger" in error_of(response)["message"]
-        for query in ("since=soon", "by=key"):
-            response = await running.admin.get(f"/admin/requests/ended?{query}")
-            assert response.status_code == 400
-            assert error_of(response)["param"] == query.partition("=")[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.callers.fair_share import FairShare, soft_limit
+from gateway.callers.keys import KeyRing, new_key
 from gateway.callers.limits import (
     DEFAULT_COMPLETION_TOKENS,
     EVICTION_TRIES,
@@ -19,15 +20,19 @@ from gateway.callers.limits import (
     OtherUse,
     Part,
     Reservation,
+    UsedQuota,
 )
+from gateway.callers.standings import QuotaWatch
 from gateway.callers.windows import WINDOW_PARTS, SlidingSum
 from gateway.cluster.fencing import shares
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.lease import LeaseRequest
+from gateway.store.failures import StoreUnavailable
 from gateway.terms import Caller, Priority
 from tests.callers.build import NOW, Clocks, a_caller, a_lease_request, all_accounts
 from tests.each_case import each_case
+from tests.known import known
 
 DAY = 86400.0
 
@@ -335,6 +340,92 @@ def test_a_request_that_was_admitted_elsewhere_is_never_refused_and_reserves() -
     reservation.settle(70, 0.0, book.clocks.wall())
     assert (account.running, account.open) == (1, 1)
     assert account.tokens.value(book.clocks.clock()) == 70
+
+
+LIMITED = {
+    "id": "alice", "sha256": new_key("alice").sha256, "name": "Alice", "group": "team",
+    "limits": {"budget": "20/month", "tokens_per_day": 1000, "rpm": 5},
+}  # fmt: skip
+
+
+class Watched(Book):
+    """A book with a watch over Alice's limits, and what it has told."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        ring = KeyRing(Settings.model_validate(settings).keys)
+        self.alice = known(ring.caller("alice"))
+        self.told: list[UsedQuota] = []
+        self.away = False
+        self.watch = QuotaWatch(self, ring, self.tell)
+
+    async def tell(self, used: Sequence[UsedQuota]) -> None:
+        if self.away:
+            raise StoreUnavailable("it is away", "")
+        self.told += used
+
+    def spend(self, cost: float, tokens: int = 0) -> None:
+        self.admit(self.alice, request=answers(0)).settle(tokens, cost, self.clocks.wall())
+
+    def ask(self, tokens: int) -> None:
+        """Have a request refused that may take so many tokens."""
+        assert "quota" in self.refusal(self.alice, request=answers(tokens)).code
+
+    async def look(self) -> list[tuple[str, str, bool]]:
+        """What was told in this look: whose, which limit, and whether it is spent."""
+        before = len(self.told)
+        await self.watch.look()
+        return [(one.id, one.standing.limit, one.spent) for one in self.told[before:]]
+
+
+async def test_a_quota_is_told_once_when_it_is_nearly_used_up_and_once_when_it_is_spent() -> None:
+    watched = Watched(keys=[LIMITED])
+    watched.spend(15.9)
+    assert await watched.look() == []
+    watched.spend(0.1)
+    assert await watched.look() == [("alice", "budget", False)]
+    assert await watched.look() == []
+    assert [one.share for one in watched.watch.used] == [pytest.approx(0.8)]
+    watched.spend(4.0)
+    assert await watched.look() == [("alice", "budget", True)]
+    watched.clocks.advance(40 * DAY)
+    assert await watched.look() == []
+    assert watched.watch.used == []
+    watched.spend(17.0)
+    assert await watched.look() == [("alice", "budget", False)]
+    assert len({one.name for one in watched.told}) == 2
+    # Another amount is another quota; those of groups and of all callers are told, too.
+    watched = Watched(
+        keys=[{**LIMITED, "limits": {"budget": "18/month"}}],
+        groups={"team": {"limits": {"budget": "1/day"}}},
+        limits={"total": {"budget": "1/day"}},
+    )
+    watched.spend(17.0)
+    assert sorted(await watched.look()) == [
+        ("", "budget", True), ("alice", "budget", False), ("team", "budget", True),
+    ]  # fmt: skip
+
+
+async def test_a_quota_of_which_a_request_found_too_little_is_spent_unless_most_is_left() -> None:
+    watched = Watched(keys=[LIMITED])
+    watched.spend(0.0, 850)
+    assert await watched.look() == [("alice", "tokens_per_day", False)]
+    watched.ask(200)
+    assert await watched.look() == [("alice", "tokens_per_day", True)]
+    other = Watched(keys=[LIMITED])
+    other.spend(0.0, 500)
+    other.ask(600)
+    assert await other.look() == []
+
+
+async def test_what_the_store_did_not_take_is_told_again() -> None:
+    watched = Watched(keys=[LIMITED])
+    watched.spend(18.0)
+    watched.away = True
+    assert await watched.look() == []
+    assert len(watched.watch.used) == 1
+    watched.away = False
+    assert await watched.look() == [("alice", "budget", False)]
 
 
 def test_memory_is_bounded_however_much_is_added() -> None:
