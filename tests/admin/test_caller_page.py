@@ -15,7 +15,7 @@ import yaml
 from playwright.async_api import Page, expect
 
 from gateway.callers.keys import new_key
-from tests.admin.browser import WatchedPage, needs_browser, opened_at
+from tests.admin.browser import WatchedPage, needs_browser, open_with, opened_at
 from tests.callers.metered_gateway import recorded
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
@@ -53,14 +53,9 @@ async def own_page(running: Running, key: str | None, **context: Any) -> AsyncIt
     """The page, opened with this key; nothing of it may go wrong."""
     async with opened_at(running.url, path="/me", **context) as own:
         if key is not None:
-            await open_with(own.page, key)
+            await open_with(own.page, key, "API key")
         yield own
         assert own.trouble == []
-
-
-async def open_with(page: Page, key: str) -> None:
-    await page.get_by_label("API key").fill(key)
-    await page.get_by_role("button", name="Open").click()
 
 
 async def test_a_caller_sees_its_use_its_limits_and_its_requests(tmp_path: Path) -> None:
@@ -91,7 +86,7 @@ async def test_a_wrong_key_is_refused_and_a_revoked_one_shows_nothing_more(tmp_p
     async with a_gateway(tmp_path) as running, own_page(running, "lg_alice_wrong") as watched:
         page = watched.page
         await expect(page.get_by_role("alert")).to_have_text("This key is not valid.")
-        await open_with(page, OTHER.text)
+        await open_with(page, OTHER.text, "API key")
         await expect(page.locator("#requests tbody tr")).to_have_count(1)
         keys = [key for key in SETTINGS["keys"] if key["id"] != "other"]
         running.write_settings(SETTINGS | {"keys": keys})
@@ -99,7 +94,7 @@ async def test_a_wrong_key_is_refused_and_a_revoked_one_shows_nothing_more(tmp_p
         await page.get_by_role("button", name="Refresh").click()
         await expect(page.get_by_role("alert")).to_have_text("This key is not valid.")
         assert "mine-3" not in await page.content()
-        await open_with(page, ALICE.text)
+        await open_with(page, ALICE.text, "API key")
         await expect(page.locator("#requests tbody tr")).to_have_count(3)
 
 

@@ -16,9 +16,9 @@ import pytest
 from playwright.async_api import Locator, Page, expect
 
 from gateway.callers.keys import AdminRole, new_key
-from tests.admin.browser import WatchedPage, needs_browser, opened_at
+from tests.admin.browser import WatchedPage, needs_browser, open_with, opened_at, press
 from tests.admin.test_batches import upload
-from tests.admin.test_caller_page import open_with, own_page
+from tests.admin.test_caller_page import own_page
 from tests.admin.test_dashboard import AXE, HOSTILE, streams
 from tests.admin.test_dashboard_settings import GIB, a_day, a_router, order, sizes, written
 from tests.callers.metered_gateway import bearer, recorded
@@ -164,15 +164,14 @@ async def of_the_dashboard(
 ) -> list[str]:
     page = watched.page
     found = await of_the_form(watched, condition, "Admin key")
-    await page.get_by_label("Admin key").fill(KEYS[AdminRole.ADMIN].text)
-    await page.get_by_role("button", name="Open").click()
+    await open_with(page, KEYS[AdminRole.ADMIN].text)
     for address, whole in pages.items():
         await page.evaluate("to => { location.hash = `#/${to}`; }", address)
         await expect(page.locator(whole).first).to_be_visible()
         if address == "playground":
             await page.get_by_label("Model").select_option("loaded")
             await page.get_by_label("Message").fill("Hello")
-            await page.get_by_role("button", name="Send").click()
+            await press(page, "Send")
             await expect(page.locator(".turn.assistant")).to_be_visible()
         found += await wrong(page, address)
         # Names are texts, whatever they are.
@@ -186,7 +185,7 @@ async def of_the_dashboard(
 async def of_the_callers_page(watched: WatchedPage, condition: str) -> list[str]:
     page = watched.page
     found = await of_the_form(watched, condition, "API key")
-    await open_with(page, OWN.text)
+    await open_with(page, OWN.text, "API key")
     await expect(page.locator("#requests tbody tr").first).to_be_visible()
     found += await wrong(page, "me")
     await expect(page.locator("body")).to_contain_text("<img src=x onerror=alert(1)>")

@@ -19,7 +19,7 @@ from playwright.async_api import FloatRect, Page, expect
 
 from gateway.callers.keys import AdminRole, new_key
 from gateway.watch.history import STEP_SECONDS
-from tests.admin.browser import a_browser, a_page, needs_browser
+from tests.admin.browser import a_browser, a_page, needs_browser, press
 from tests.admin.test_batches import upload
 from tests.admin.test_dashboard import a_fleet, streams
 from tests.admin.test_dashboard_settings import GIB, a_router, order, sizes
@@ -152,7 +152,7 @@ async def each_page(page: Page, folder: Path) -> None:
         if address == "#/playground":
             await page.get_by_label("Model").select_option("mistral-7b")
             await page.get_by_label("Message").fill("Which of our reports were late last week?")
-            await page.get_by_role("button", name="Send").click()
+            await press(page, "Send")
             await expect(page.locator(".turn .way").last).to_contain_text("prompt tokens cached")
         await page.wait_for_timeout(3000)  # until the page has what it asks for
         await picture(page, folder, address.removeprefix("#/"))

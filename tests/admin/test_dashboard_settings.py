@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 from playwright.async_api import FilePayload, Page, expect
 
 from gateway.callers.keys import AdminRole, hash_key, new_key
-from tests.admin.browser import confirm, needs_browser, opened_at
+from tests.admin.browser import confirm, needs_browser, opened_at, press
 from tests.admin.test_dashboard import HOSTILE, a_fleet, opened
 from tests.emulator import EmulatedNode
 from tests.emulator.routed_model import HostMemory, ModelFile
@@ -68,10 +67,10 @@ async def test_an_edit_is_compared_rolled_back_once_confirmed_and_read_again(
             await expect(shown).to_contain_text("+  max: 9")
             body = await page.locator("body").inner_text()
             assert "secret-path" not in body
-            await shown.get_by_role("button", name="Roll back…").click()
+            await press(shown, "Roll back…")
             await page.get_by_role("dialog").get_by_role("button", name="Leave it").click()
             assert running.gateway.settings.queue.max == 9
-            await shown.get_by_role("button", name="Roll back…").click()
+            await press(shown, "Roll back…")
             await confirm(page, "Roll back to gateway-")
             await until(lambda: running.gateway.settings.queue.max == 7)
             await expect(shown).to_contain_text("the file is that version")
@@ -87,7 +86,7 @@ async def test_the_errors_of_a_reload_are_listed_one_by_one(tmp_path: Path) -> N
             await expect(page.locator("#values")).to_be_visible()
             running.write_settings({"admin": ADMIN, "queue": {"max": "many"}, "retrise": {}})
             running.write_nodes([{"name": "a", "url": "ftp://x"}])
-            await page.get_by_role("button", name="Read both again").click()
+            await press(page, "Read both again")
             faults = page.locator("#reload li")
             await expect(faults).to_have_count(3)
             await expect(faults.nth(0)).to_contain_text("queue.max")
@@ -161,7 +160,7 @@ async def test_the_memory_of_a_host_fills_with_models_whatever_their_names(tmp_p
             await expect(loading).to_contain_text(re.compile(r"loading, \d+ %, 9.0 GiB"))
             await row.get_by_role("link").click()
             shown = page.locator("#node")
-            await shown.get_by_role("button", name="Drain").click()
+            await press(shown, "Drain")
             await confirm(page, HOSTILE_NAME)
             await expect(shown.locator(".state")).to_contain_text("draining")
             assert nodes[name].draining
@@ -193,9 +192,9 @@ async def test_a_batch_is_uploaded_followed_paused_cancelled_and_downloaded(tmp_
         await expect(batch).to_contain_text(" of 41 lines")
         await expect(batch).to_contain_text("<img src=x onerror=alert(1)>\ufffd")
         await expect(batch.locator("dd", has_text="before the deadline")).to_be_visible()
-        await batch.get_by_role("button", name="Pause").click()
+        await press(batch, "Pause")
         await expect(batch).to_contain_text("It waits: paused")
-        await batch.get_by_role("button", name="Resume").click()
+        await press(batch, "Resume")
         await expect(batch).not_to_contain_text("It waits: paused")
 
         # The list leads back to it, by a filter that the address has.
@@ -207,11 +206,11 @@ async def test_a_batch_is_uploaded_followed_paused_cancelled_and_downloaded(tmp_
         await page.get_by_label("Show").select_option("")
         await page.locator("#batches tbody a").click()
 
-        await batch.get_by_role("button", name="Cancel").click()
+        await press(batch, "Cancel")
         await confirm(page, "will never run")
         await expect(batch).to_contain_text("batch_cancelled")
         async with page.expect_download() as saved:
-            await batch.get_by_role("button", name="Download errors").click()
+            await press(batch, "Download errors")
         found = await asyncio.to_thread((await (await saved.value).path()).read_text)
         assert any(json.loads(one)["custom_id"] == "line-39" for one in found.splitlines())
         assert KEY not in await page.content()
@@ -223,33 +222,28 @@ OWN = {"id": "owner", "sha256": new_key("owner").sha256, "name": "Owner", "limit
 KEYED: dict[str, Any] = {"admin": ADMIN, "keys": [OWN]}
 
 
-@contextlib.asynccontextmanager
-async def keys_page(folder: Path) -> AsyncIterator[tuple[Running, Page]]:
-    key = KEYS[AdminRole.ADMIN].text
-    async with (
-        running_gateway(folder, [EmulatedNode()], KEYED) as running,
-        opened_at(running.admin_url, key=key, at="keys") as watched,
-    ):
-        yield running, watched.page
-        # The browser, too, tells of a form that was refused.
-        assert [one for one in watched.trouble if "status of 400" not in one] == []
-
-
 async def status_with(running: Running, key: str) -> int:
     return (await running.chat(key, max_tokens=8)).status_code
 
 
 async def secret_of(page: Page) -> str:
     key = await page.locator(".secret code").inner_text()
-    await page.get_by_role("button", name="I have it").click()
+    await press(page, "I have it")
     await expect(page.locator(".secret")).to_have_count(0)
     return key
 
 
-async def test_a_key_is_made_limited_rotated_and_revoked(tmp_path: Path) -> None:
-    async with keys_page(tmp_path) as (running, page):
+async def test_a_key_is_made_limited_rotated_and_revoked_and_its_secret_goes_with_the_page(
+    tmp_path: Path,
+) -> None:
+    admin = KEYS[AdminRole.ADMIN].text
+    async with (
+        running_gateway(tmp_path, [EmulatedNode()], KEYED) as running,
+        opened_at(running.admin_url, key=admin, at="keys") as watched,
+    ):
+        page = watched.page
         await expect(page.locator("#keys tbody tr")).to_have_count(1)
-        await page.get_by_role("button", name="Make a key").click()
+        await press(page, "Make a key")
         form = page.get_by_role("form", name="A new key")
         await expect(form.get_by_label("Name", exact=True)).to_be_focused()
         await form.get_by_label("Name", exact=True).fill("alice")
@@ -265,43 +259,41 @@ async def test_a_key_is_made_limited_rotated_and_revoked(tmp_path: Path) -> None
         assert hash_key(made).id in await page.content()
         assert made not in await page.content()
 
-        await own.get_by_role("button", name="Change").click()
+        await press(own, "Change")
         form = page.get_by_role("form", name="Change alice")
         await expect(form.get_by_label("Requests a minute")).to_have_value("20")
         await form.get_by_label("Requests a minute").fill("30")
         await form.get_by_label("Money").fill("2/day")
         await form.get_by_label("Highest class").select_option("premium")
-        await form.get_by_role("button", name="Change it").click()
+        await press(form, "Change it")
         await expect(own).to_contain_text("of 30 used")
         await expect(own).to_contain_text("at most premium")
         await expect(own.get_by_role("meter", name="Money a day")).to_be_visible()
 
-        await own.get_by_role("button", name="Rotate").click()
-        await page.get_by_role("button", name="Rotate it").click()
+        await press(own, "Rotate")
+        await press(page, "Rotate it")
         fresh = await secret_of(page)
         await expect(own).to_contain_text("Old secret")
         assert (await status_with(running, made), await status_with(running, fresh)) == (200, 200)
 
-        await own.get_by_role("button", name="Revoke").click()
-        await page.get_by_role("button", name="Leave it").click()
+        await press(own, "Revoke")
+        await press(page, "Leave it")
         await expect(own.get_by_role("button", name="Revoke")).to_be_focused()
         assert await status_with(running, fresh) == 200
-        await own.get_by_role("button", name="Revoke").click()
-        await page.get_by_role("button", name="Revoke it").click()
+        await press(own, "Revoke")
+        await press(page, "Revoke it")
         await expect(own.get_by_role("heading", name="alice")).to_contain_text("revoked")
         await expect(own.get_by_role("button", name="Revoke")).to_have_count(0)
         assert await status_with(running, fresh) == 401
 
-
-async def test_a_secret_is_gone_with_its_page_and_a_refusal_keeps_the_form(tmp_path: Path) -> None:
-    async with keys_page(tmp_path) as (running, page):
-        await page.get_by_role("button", name="Make a key").click()
+        await page.locator("#rail").get_by_role("link", name="Keys").click()
+        await press(page, "Make a key")
         form = page.get_by_role("form", name="A new key")
         await form.get_by_label("Name", exact=True).fill("Owner")
-        await form.get_by_role("button", name="Make it").click()
+        await press(form, "Make it")
         await expect(page.locator("#toasts")).to_contain_text("called 'Owner' already")
         await form.get_by_label("Name", exact=True).fill("bob")
-        await form.get_by_role("button", name="Make it").click()
+        await press(form, "Make it")
         key = await page.locator(".secret code").inner_text()
         assert await status_with(running, key) == 200
         await page.locator("#rail").get_by_role("link", name="Overview").click()
@@ -312,3 +304,5 @@ async def test_a_secret_is_gone_with_its_page_and_a_refusal_keeps_the_form(tmp_p
         await page.get_by_role("link", name="Owner").click()
         await expect(page.locator("#key")).to_contain_text("It stands in the settings")
         await expect(page.get_by_role("button", name="Revoke")).to_have_count(0)
+        # The browser, too, tells of a form that was refused.
+        assert [one for one in watched.trouble if "status of 400" not in one] == []
