@@ -19,8 +19,17 @@ from gateway.callers.keys import AdminRole, new_key
 from tests.admin.browser import WatchedPage, needs_browser, open_with, opened_at, press
 from tests.admin.test_batches import upload
 from tests.admin.test_caller_page import own_page
-from tests.admin.test_dashboard import AXE, HOSTILE, streams
-from tests.admin.test_dashboard_settings import GIB, a_day, a_router, order, sizes, written
+from tests.admin.test_dashboard import (
+    AXE,
+    GIB,
+    HOSTILE,
+    a_day,
+    a_router,
+    order,
+    sizes,
+    streams,
+    written,
+)
 from tests.callers.metered_gateway import bearer, recorded
 from tests.emulator import EmulatedNode
 from tests.emulator.routed_model import ModelFile

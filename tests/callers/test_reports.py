@@ -21,6 +21,7 @@ from sqlalchemy import Connection, create_engine, insert, select, update
 
 from gateway.callers import ended, reports
 from gateway.callers.ended import EndedReader, parse_ended_query, rows_of_name
+from gateway.callers.keys import ApiKey
 from gateway.callers.limits import LimitBook
 from gateway.callers.money import (
     INTERVAL,
@@ -77,10 +78,11 @@ from tests.callers.metered_gateway import (
     recorded,
 )
 from tests.each_case import each_case
-from tests.gateways import Running
+from tests.gateways import Running, answered, until
 from tests.known import known
 from tests.store.stores import opened
 from tests.virtual import in_virtual_time, now
+from tests.web.bare_gateway import bare_gateway, error_of
 
 MIDNIGHT = NOON - DAY / 2
 
@@ -401,13 +403,13 @@ def test_of_too_many_requests_a_shorter_time_is_told(connection: Connection) -> 
         told(connection, most_minutes=10)
 
 
-# `GET /v1/usage` and `/v1/usage/requests`: what callers learn of themselves, and nothing of others.
+# What callers learn of themselves, and nothing of others, and what operators learn of all.
 
 
 PATH = "/v1/usage/requests"
 
 
-async def test_callers_see_their_own_figures_and_what_is_left(tmp_path: Path) -> None:
+async def test_callers_see_their_own_figures_and_operators_those_of_all(tmp_path: Path) -> None:
     async with metered_gateway(tmp_path) as running:
         for name in ("mine-1", "mine-2", ""):
             await chat(running, ALICE, **{"X-Request-ID": name})
@@ -437,6 +439,7 @@ async def test_callers_see_their_own_figures_and_what_is_left(tmp_path: Path) ->
         anyone = await own_usage(running)
         assert (anyone["key"], anyone["today"]["requests"]) == ("anonymous:127.0.0.1", 1)
         await own_requests(running)
+        await operators_figures(running)
         for path, parameter in (
             ("/v1/usage?user=bob", "user"),
             *((f"{PATH}?{name}=x", name) for name in ("limit", "before", "since", "user")),
@@ -451,6 +454,28 @@ async def test_callers_see_their_own_figures_and_what_is_left(tmp_path: Path) ->
         assert wrong.headers["www-authenticate"].startswith("Bearer")
         # None of these questions was a request.
         assert known(running.gateway.ledger).written == 7
+        tasks = {task.get_name() for task in asyncio.all_tasks()}
+        assert {"record the hours of nodes", "sum up old usage"} <= tasks
+
+
+async def operators_figures(running: Running) -> None:
+    """Check that operators see what every key used and cost."""
+    told = await answered(running.admin, "/admin/usage?by=key")
+    rows = {row["key"]: row for row in told["rows"]}
+    asked = {key: row["requests"] for key, row in rows.items()}
+    assert asked == {"alice": 3, "vip": 1, "chat": 2, "anonymous:127.0.0.1": 1}
+    alice, vip = rows["alice"], rows["vip"]
+    for row, costs in ((alice, ("gpu_cost",)), (vip, ("gpu_cost", "cost"))):
+        price = (row["prompt_tokens"] * 1000 + row["completion_tokens"] * 2000) / 1e6
+        assert [row[name] for name in costs] == pytest.approx([price] * len(costs))
+    assert alice["slot_seconds"] > 0
+    assert told["money"]["all_gpu"]["value"] == pytest.approx(told["total"]["gpu_cost"])
+    assert set(told["money"]["tiers"]) == {"cpu", "gpu"}
+    assert told["total"]["requests"] == told["rows_found"] + 3 == 7
+    assert (alice["key_name"], vip["key_name"]) == ("Alice", "vip")
+    answer = await running.admin.get("/admin/usage?by=key&format=csv")
+    assert answer.headers["content-type"].startswith("text/csv")
+    assert answer.text.startswith("key,key_name,requests,failures,clients_left,")
 
 
 async def own_requests(running: Running) -> None:
@@ -465,7 +490,7 @@ async def own_requests(running: Running) -> None:
     assert not {"key", "key_name", "node", "tier", "slot_seconds"} & set(first)
     assert "Hello" not in str(found)
     assert "cpu-a" not in str(found)
-    document = (await running.admin.get("/openapi.json?listener=public")).json()
+    document = await answered(running.admin, "/openapi.json?listener=public")
     answer = document["paths"][PATH]["get"]["responses"]["200"]["content"]["application/json"]
     jsonschema.validate(found, answer["schema"] | {"components": document["components"]})
     assert set(found) == set(answer["schema"]["properties"])
@@ -480,6 +505,97 @@ async def own_requests(running: Running) -> None:
     for question in ("?key=vip", "?key=alice&node=cpu-a", "?group=team", "?outcome=failed"):
         rows = (await own_usage(running, VIP, f"/requests{question}"))["requests"]
         assert [row["client_request_id"] for row in rows] == ["theirs"], question
+
+
+async def test_without_a_store_there_is_no_report_and_what_makes_no_sense_is_refused() -> None:
+    async with bare_gateway() as gateway:
+        for query in ("by=node", "format=xml", "user=bob"):
+            response = await gateway.admin.get(f"/admin/usage?{query}")
+            assert response.status_code == 400
+            assert error_of(response)["param"] == query.partition("=")[0]
+        response = await gateway.admin.get("/admin/usage")
+    assert (response.status_code, error_of(response)["code"]) == (501, "not_supported")
+    assert "retry-after" not in response.headers
+
+
+# `GET /admin/requests/ended`, and `why` of a request that only the ledger still knows.
+
+
+async def secret_chat(running: Running, key: ApiKey, **body: Any) -> str:
+    """The id of a chat of which no report may tell a word."""
+    messages = [{"role": "user", "content": "the launch code is 7391"}]
+    headers = body.pop("headers", None)
+    response = await running.chat(key, headers, messages=messages, max_tokens=8, **body)
+    assert response.status_code == 200, response.text
+    return response.headers["x-request-id"]
+
+
+async def requests(running: Running, path: str) -> Any:
+    found = await answered(running.admin, f"/admin/requests/{path}")
+    assert "launch" not in str(found)
+    return found["requests"]
+
+
+async def test_what_has_ended_is_found_with_times_and_the_name_of_its_key(tmp_path: Path) -> None:
+    async with metered_gateway(tmp_path) as running:
+        await secret_chat(running, VIP, stream=True, headers={"x-request-id": "mine"})
+        own = await secret_chat(running, ALICE)
+        await recorded(running, 2)
+        latest, first = await requests(running, "ended")
+        by_key = await requests(running, "ended?key=Alice&outcome=ok&limit=1")
+        assert await requests(running, "ended?outcome=failed") == []
+    assert (latest["id"], latest["client_request_id"]) == (own, None)
+    assert (latest["key"], latest["key_name"], latest["group"]) == ("alice", "Alice", "team")
+    assert (first["client_request_id"], first["stream"]) == ("mine", True)
+    assert first["id"] != "mine"
+    assert 0 <= first["wait_seconds"] < first["ttft_seconds"] <= first["seconds"] + 0.05
+    for one in (latest, first):
+        on_node = one["prefill_seconds"] + one["decode_seconds"]
+        assert 0 < on_node <= one["seconds"] + 0.05
+        assert one["resumptions"] == 0
+    assert [one["id"] for one in by_key] == [own]
+
+
+async def test_what_memory_has_forgotten_is_explained_by_the_ledger_if_it_knows(
+    tmp_path: Path,
+) -> None:
+    async with metered_gateway(tmp_path) as running:
+        old = a_row(
+            1, started_at=1_800_000_000.0, ended_at=1_800_000_009.5, wait_seconds=2.5,
+            ttft_seconds=4.0, prefill_seconds=1.5, decode_seconds=5.5, attempts=2, resumptions=1,
+            cached_tokens=30, client_request_id="mine",
+        )  # fmt: skip
+        older = a_row(
+            2, ended_at=1_799_000_000.0, wait_seconds=None, resumptions=None, status=0,
+            outcome="lost", client_request_id="mine",
+        )  # fmt: skip
+        store = known(running.gateway.store)
+        await store.run(lambda connection: add_rows(connection, [old, older]))
+        (by_id,) = await requests(running, "r1/why")
+        _, lost = await requests(running, "mine/why")
+        remembered = await secret_chat(running, ALICE)
+        await until(lambda: len(running.gateway.registry) == 0)
+        (live,) = await requests(running, f"{remembered}/why")
+        for name in ("nobody", "a%00b", "%ff"):
+            response = await running.admin.get(f"/admin/requests/{name}/why")
+            assert (response.status_code, error_of(response)["code"]) == (404, "request_not_found")
+            assert "nor in the ledger" in error_of(response)["message"]
+        for query in ("since=soon", "by=key"):
+            response = await running.admin.get(f"/admin/requests/ended?{query}")
+            assert response.status_code == 400
+            assert error_of(response)["param"] == query.partition("=")[0]
+    assert (by_id["from"], by_id["state"], by_id["decisions"]) == ("ledger", "finished", [])
+    assert (by_id["id"], by_id["request_id"], by_id["caller"]) == ("r1", "mine", "team-a")
+    assert (by_id["received_at"], by_id["seconds"]) == ("2027-01-15T08:00:00.000Z", 9.5)
+    assert by_id["summary"] == (
+        "The decisions about it are no longer remembered; this is what the ledger keeps. It waited "
+        "2.5 s in the queue. It ran on cpu-a, the last of 2 attempts: 1.5 s to read 70 tokens of "
+        "the prompt (30 were cached), 5.5 s to write 10. Its stream was resumed once. It was "
+        "answered after 9.5 s."
+    )
+    assert (lost["id"], lost["state"], lost["outcome"]["reason"]) == ("r2", "failed", "lost")
+    assert "how long it waited, and when its first token came" in lost["unknown"]
+    assert (live["from"], live["row"], live["unknown"]) == ("memory", None, [])
 
 
 class CountingReporter(Reporter):
