@@ -754,8 +754,7 @@ async def test_a_batch_is_uploaded_followed_paused_cancelled_and_downloaded(tmp_
         assert [one.partition(" of ")[2] for one in watched.trouble] == ["404 (Not Found)"]
 
 
-OWN = {"id": "owner", "sha256": new_key("owner").sha256, "name": "Owner", "limits": {"rpm": 10}}
-KEYED: dict[str, Any] = {"admin": ADMIN, "keys": [OWN]}
+OWN = {"id": "owner", "sha256": new_key("owner").sha256, "name": "Owner"}
 
 
 async def status_with(running: Running, key: str) -> int:
@@ -774,7 +773,7 @@ async def test_a_key_is_made_limited_rotated_and_revoked_and_its_secret_goes_wit
 ) -> None:
     admin = KEYS[AdminRole.ADMIN].text
     async with (
-        running_gateway(tmp_path, [EmulatedNode()], KEYED) as running,
+        running_gateway(tmp_path, [EmulatedNode()], {"admin": ADMIN, "keys": [OWN]}) as running,
         opened_at(running.admin_url, key=admin, at="keys") as watched,
     ):
         page = watched.page
@@ -882,16 +881,6 @@ async def move_back(running: Running, seconds: float) -> None:
     await known(running.gateway.store).run(lambda connection: connection.execute(moved))
 
 
-@contextlib.asynccontextmanager
-async def a_flood(running: Running, number: int) -> AsyncIterator[None]:
-    """So many chats of the crawler and one of the web, until they are left."""
-    keys = [CRAWLER] * number + [WEB]
-    async with beside(*(running.chat(key, max_tokens=4000) for key in keys)):
-        await until(lambda: len(running.gateway.registry) == len(keys))
-        yield
-    await until(lambda: len(running.gateway.registry) == 0)
-
-
 async def test_five_questions_are_answered_within_three_clicks(tmp_path: Path) -> None:
     present = datetime.now(UTC)
     last_month = present.replace(day=1) - timedelta(days=1)
@@ -909,8 +898,11 @@ async def test_five_questions_are_answered_within_three_clicks(tmp_path: Path) -
             running.gateway.live.view.history._served.clear()
             async with opened(running) as page:
                 await page.evaluate(CLICKS)
-                async with a_flood(running, 20), asked(page, "Who floods?"):
-                    await who_floods(page)
+                flood = (running.chat(key, max_tokens=4000) for key in (*[CRAWLER] * 20, WEB))
+                async with beside(*flood), asked(page, "Who floods?"):
+                    problem = page.locator("#problems .problem", has_text="One caller floods")
+                    await problem.locator("summary").click()
+                    await expect(problem).to_contain_text("Its caller: crawler")
                 async with asked(page, "Why was it slow yesterday?"):
                     await why_slow_yesterday(page)
                 async with asked(page, "Give a team a budget"):
@@ -926,12 +918,6 @@ async def test_five_questions_are_answered_within_three_clicks(tmp_path: Path) -
                     await turn_to(page, "Batches")
                     await page.locator("#batches tbody a").click()
                     await expect(page.locator("#batch")).to_contain_text("before the deadline")
-
-
-async def who_floods(page: Page) -> None:
-    problem = page.locator("#problems .problem").filter(has_text="One caller floods")
-    await problem.locator("summary").click()
-    await expect(problem).to_contain_text("Its caller: crawler")
 
 
 async def why_slow_yesterday(page: Page) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.async_api import Locator, Page, expect
+from playwright.async_api import Page, expect
 
 from gateway.callers.keys import AdminRole, new_key
 from tests.admin.browser import WatchedPage, needs_browser, open_with, opened_at, press
@@ -141,14 +141,6 @@ async def a_gateway(folder: Path) -> AsyncIterator[tuple[Running, Mapping[str, s
         )
 
 
-async def doubled(page: Page) -> None:
-    """Have letters twice as large, as a reader sets them in the browser."""
-    session = await page.context.new_cdp_session(page)
-    await session.send("Page.setFontSizes", {"fontSizes": {"standard": 32, "fixed": 26}})
-    size = "getComputedStyle(document.documentElement).fontSize"
-    assert await page.evaluate(size) == "28px"
-
-
 async def wrong(page: Page, at: str) -> list[str]:
     found = await page.evaluate("window.looks()")
     return [f"{at}: {kind}: {one}" for kind, all_ in found.items() for one in all_]
@@ -206,8 +198,11 @@ async def of_the_form(watched: WatchedPage, condition: str, label: str) -> list[
     page = watched.page
     page.on("dialog", lambda one: watched.trouble.append(f"a dialog: {one.message}"))
     await expect(page.get_by_label(label)).to_be_visible()
-    if condition.endswith("large letters"):
-        await doubled(page)
+    if condition.endswith("large letters"):  # twice as large, as a reader sets them in the browser
+        session = await page.context.new_cdp_session(page)
+        await session.send("Page.setFontSizes", {"fontSizes": {"standard": 32, "fixed": 26}})
+        size = "getComputedStyle(document.documentElement).fontSize"
+        assert await page.evaluate(size) == "28px"
     await page.evaluate(AXE)
     await page.evaluate(LOOKS)
     return await wrong(page, "the form")
@@ -233,10 +228,12 @@ async def of_questions(page: Page, address: str) -> list[str]:
     """Buttons that end or move something without a question, and what is wrong with these."""
     found = []
     for word in ASKS_FIRST:
-        button = await first_button(page, word)
-        if button is None:
+        name = re.compile(rf"\b{word}\b", re.IGNORECASE)  # "Drain", not "draining 1"
+        named = page.locator("#page").get_by_role("button", name=name)
+        buttons = named.and_(page.locator(":not(form *)"))
+        if not await buttons.count():
             continue
-        await button.click()
+        await buttons.first.click()
         dialog = page.locator("#confirm[open]")
         try:
             await expect(dialog).to_be_visible(timeout=5000)
@@ -246,11 +243,3 @@ async def of_questions(page: Page, address: str) -> list[str]:
             found += await wrong(page, f"{address}, {word}")
             await dialog.get_by_role("button").first.click()
     return found
-
-
-async def first_button(page: Page, word: str) -> Locator | None:
-    name = re.compile(rf"\b{word}\b", re.IGNORECASE)  # "Drain", not "draining 1"
-    buttons = (
-        page.locator("#page").get_by_role("button", name=name).and_(page.locator(":not(form *)"))
-    )
-    return buttons.first if await buttons.count() else None

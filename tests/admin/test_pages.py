@@ -18,11 +18,6 @@ BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;
 NODE = a_spec("a", "http://127.0.0.1:9")
 
 
-def listed(folder: Path) -> dict[str, str]:
-    lines = (folder / "SHA256SUMS").read_text().splitlines()
-    return {path: digest for digest, path in (line.split("  ") for line in lines)}
-
-
 @pytest.mark.parametrize("folder", [VENDOR, AXE], ids=["page", "axe-core"])
 def test_vendored_files_are_as_they_were_published_and_have_their_licence(folder: Path) -> None:
     found = {
@@ -30,7 +25,8 @@ def test_vendored_files_are_as_they_were_published_and_have_their_licence(folder
         for path in folder.rglob("*")
         if path.is_file() and path.name not in {"SHA256SUMS", "README.md"}
     }
-    assert found == listed(folder)
+    lines = (folder / "SHA256SUMS").read_text().splitlines()
+    assert found == {path: digest for digest, path in (line.split("  ") for line in lines)}
     for top in {Path(path).parts[0] for path in found if "/" in path} or {"."}:
         assert (folder / top / "LICENSE").read_text().strip(), top
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import math
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from sqlalchemy import Connection
@@ -63,20 +62,18 @@ LIMIT = 60.0
 class World:
     """Processes on one store, with one clock; each has a connection of its own."""
 
-    def __init__(self, url: str, folder: Path, **settings: Any) -> None:
+    def __init__(self, url: str, folder: Path) -> None:
         self.clocks = Clocks()
-        self.settings = Settings.model_validate(settings)
+        self.settings = Settings()
         self._location = locate_store(url, folder)
         self.stores: list[Store] = []
-        self._numbers = itertools.count(1)
 
     def process(self) -> LimitedProcess:
         store = Store(self._location)
         store.start()
         self.stores.append(store)
-        name = f"p{next(self._numbers)}"
         failing: Any = FlakyStore(store)
-        return LimitedProcess(name, failing, self.clocks, self.settings)
+        return LimitedProcess(f"p{len(self.stores)}", failing, self.clocks, self.settings)
 
     async def started(self, *callers: Caller) -> LimitedProcess:
         process = self.process()
@@ -87,14 +84,13 @@ class World:
         return await self.stores[0].run(read_rows)
 
 
-@asynccontextmanager
-async def a_world(url: str, folder: Path, **settings: Any) -> AsyncIterator[World]:
-    world = World(url, folder, **settings)
-    try:
-        yield world
-    finally:
-        for store in world.stores:
-            assert await store.aclose(LIMIT)
+@pytest.fixture
+def world(store_url: str, tmp_path: Path) -> Iterator[World]:
+    """Return a world on each kind of store in turn."""
+    world = World(store_url, tmp_path)
+    yield world
+    for store in world.stores:
+        assert store.close(LIMIT)
 
 
 @contextmanager
@@ -124,147 +120,141 @@ def refusal(process: LimitedProcess, caller: Caller, most: int = 1, user: str | 
     ],
 )
 async def test_a_long_request_of_another_process_counts_while_it_runs_and_once_at_its_end(
-    limits: dict[str, Any], said: str, store_url: str, tmp_path: Path
+    limits: dict[str, Any], said: str, world: World
 ) -> None:
     alice = a_caller(limits=limits)
-    async with a_world(store_url, tmp_path) as world:
-        one, other = await world.started(alice), await world.started(alice)
-        for _ in range(2):
-            one.admit(alice, a_lease_request(0, 100))
+    one, other = await world.started(alice), await world.started(alice)
+    for _ in range(2):
+        one.admit(alice, a_lease_request(0, 100))
+    await other.step()
+    # Nothing of them is known to others before they have run for a quarter of a second.
+    assert other.account("key:alice").others.running == 0
+    world.clocks.advance(0.5)
+    await one.step()
+    await other.step()
+    assert said in refusal(other, alice, 100)
+    for _ in range(3):
         await other.step()
-        # Nothing of them is known to others before they have run for a quarter of a second.
-        assert other.account("key:alice").others.running == 0
-        world.clocks.advance(0.5)
-        await one.step()
-        await other.step()
-        assert said in refusal(other, alice, 100)
-        for _ in range(3):
-            await other.step()
-        assert used(other.account("key:alice"), world.clocks).requests == 2
-        one.end(0, 30)
-        one.end(0, 30)
-        await one.step()
-        await other.step()
-        account = other.account("key:alice")
-        assert (account.others.running, account.others.tokens) == (0, 0)
-        rows = await world.rows()
-        assert used(account, world.clocks) == counted(rows, "key:alice", world.clocks.wall())
-        assert used(account, world.clocks) == used(one.account("key:alice"), world.clocks)
+    assert used(other.account("key:alice"), world.clocks).requests == 2
+    one.end(0, 30)
+    one.end(0, 30)
+    await one.step()
+    await other.step()
+    account = other.account("key:alice")
+    assert (account.others.running, account.others.tokens) == (0, 0)
+    rows = await world.rows()
+    assert used(account, world.clocks) == counted(rows, "key:alice", world.clocks.wall())
+    assert used(account, world.clocks) == used(one.account("key:alice"), world.clocks)
 
 
 async def test_rows_behind_a_recovery_that_nobody_could_confirm_are_counted_by_others(
-    store_url: str, tmp_path: Path
+    world: World,
 ) -> None:
     alice = a_caller(limits={"tpm": 10_000})
-    async with a_world(store_url, tmp_path) as world:
-        killed, heir = await world.started(alice), await world.started(alice)
-        other = await world.started(alice)
-        for _ in range(3):
-            killed.admit(alice, a_lease_request(0, 10))
-        world.clocks.advance(0.5)
-        await killed.step()
-        store: Any = heir.store
-        store.loses = ["work"]  # of `Ledger.write_with`
-        for _ in range(int((DEAD_SECONDS + 2 * RECOVERY_SECONDS) / 5)):
-            world.clocks.advance(5.0)
-            await heir.step()
-            await other.sync.look()
-        assert store.loses == []
-        assert len(await world.rows()) == 3
-        for _ in range(4):
-            assert refusal(heir, alice) == ""
-            heir.end(0, 25)
+    killed, heir = await world.started(alice), await world.started(alice)
+    other = await world.started(alice)
+    for _ in range(3):
+        killed.admit(alice, a_lease_request(0, 10))
+    world.clocks.advance(0.5)
+    await killed.step()
+    store: Any = heir.store
+    store.loses = ["work"]  # of `Ledger.write_with`
+    for _ in range(int((DEAD_SECONDS + 2 * RECOVERY_SECONDS) / 5)):
+        world.clocks.advance(5.0)
         await heir.step()
         await other.sync.look()
-        found = counted(await world.rows(), "key:alice", world.clocks.wall())
-        assert found.tokens == 100
-        for process in (heir, other):
-            assert used(process.account("key:alice"), world.clocks) == found, process.name
+    assert store.loses == []
+    assert len(await world.rows()) == 3
+    for _ in range(4):
+        assert refusal(heir, alice) == ""
+        heir.end(0, 25)
+    await heir.step()
+    await other.sync.look()
+    found = counted(await world.rows(), "key:alice", world.clocks.wall())
+    assert found.tokens == 100
+    for process in (heir, other):
+        assert used(process.account("key:alice"), world.clocks) == found, process.name
 
 
-async def test_a_start_beside_a_writer_counts_each_row_once(store_url: str, tmp_path: Path) -> None:
+async def test_a_start_beside_a_writer_counts_each_row_once(world: World) -> None:
     alice = a_caller(limits={"rpm": 100_000, "tpm": 10_000_000, "budget": "100000/month"})
-    async with a_world(store_url, tmp_path) as world:
-        writer = await world.started(alice)
-        over = asyncio.Event()
+    writer = await world.started(alice)
+    over = asyncio.Event()
 
-        async def write() -> None:
-            while not over.is_set():
-                writer.admit(alice, a_lease_request(0, 10))
-                writer.end(0, 3, 0.25)
-                writer.bus.flush()
-                await writer.ledger.start(LIMIT)
+    async def write() -> None:
+        while not over.is_set():
+            writer.admit(alice, a_lease_request(0, 10))
+            writer.end(0, 3, 0.25)
+            writer.bus.flush()
+            await writer.ledger.start(LIMIT)
 
-        writing = asyncio.create_task(write())
-        started = [await world.started(alice) for _ in range(12)]
-        over.set()
-        await writing
-        for process in started:
-            await process.step()
-        rows = await world.rows()
-        found = counted(rows, "key:alice", world.clocks.wall())
-        assert found.requests == len(rows) > len(started)
-        for process in (writer, *started):
-            assert used(process.account("key:alice"), world.clocks) == found, process.name
+    writing = asyncio.create_task(write())
+    started = [await world.started(alice) for _ in range(12)]
+    over.set()
+    await writing
+    for process in started:
+        await process.step()
+    rows = await world.rows()
+    found = counted(rows, "key:alice", world.clocks.wall())
+    assert found.requests == len(rows) > len(started)
+    for process in (writer, *started):
+        assert used(process.account("key:alice"), world.clocks) == found, process.name
 
 
-async def test_a_start_without_the_store_counts_all_when_it_comes(
-    store_url: str, tmp_path: Path
-) -> None:
+async def test_a_start_without_the_store_counts_all_when_it_comes(world: World) -> None:
     alice = a_caller(limits={"tokens_per_day": 1000, "rpm": 50})
-    async with a_world(store_url, tmp_path) as world:
-        before = await world.started(alice)
-        for _ in range(9):
-            before.admit(alice, a_lease_request(0, 100))
-            before.end(0, 100)
-        await before.step()
-        late = world.process()
-        with without_its_store(late):
-            await late.start([alice])
-            assert str(late.sync.worker.problem) == "gone; wait"
-            assert refusal(late, alice, 100) == ""
-            late.end(0, 80)
-            late.bus.flush()
-        world.clocks.advance(20.0)  # it has waited before it tries again
-        await late.step()
-        await late.step()
-        assert str(late.sync.worker.problem) == "None"
-        found = counted(await world.rows(), "key:alice", world.clocks.wall())
-        assert (found.day_tokens, found.requests) == (980, 10)
-        assert used(late.account("key:alice"), world.clocks) == found
-        assert "1000 tokens a day" in refusal(late, alice, 21)
+    before = await world.started(alice)
+    for _ in range(9):
+        before.admit(alice, a_lease_request(0, 100))
+        before.end(0, 100)
+    await before.step()
+    late = world.process()
+    with without_its_store(late):
+        await late.start([alice])
+        assert str(late.sync.worker.problem) == "gone; wait"
+        assert refusal(late, alice, 100) == ""
+        late.end(0, 80)
+        late.bus.flush()
+    world.clocks.advance(20.0)  # it has waited before it tries again
+    await late.step()
+    await late.step()
+    assert str(late.sync.worker.problem) == "None"
+    found = counted(await world.rows(), "key:alice", world.clocks.wall())
+    assert (found.day_tokens, found.requests) == (980, 10)
+    assert used(late.account("key:alice"), world.clocks) == found
+    assert "1000 tokens a day" in refusal(late, alice, 21)
 
 
 @pytest.mark.parametrize("wrong", [NOW - 400 * DAY, NOW - DAY, NOW + DAY, NOW + 400 * DAY], ids=str)
 @pytest.mark.parametrize("store_fails", [False, True])
+@pytest.mark.parametrize("store_url", ["sqlite"], indirect=True)
 async def test_a_clock_that_was_wrong_at_the_start_frees_nothing_when_it_is_set(
-    wrong: float, store_fails: bool, tmp_path: Path
+    wrong: float, store_fails: bool, world: World
 ) -> None:
     alice = a_caller(limits={"budget": "4/day", "tokens_per_day": 10_000})
     team = a_caller("bob", group="team")
     groups = {"team": {"limits": {"budget": "4/month"}}}
-    url = f"sqlite:///{tmp_path}/gateway.db"
-    async with a_world(url, tmp_path, groups=groups) as world:
-        first = await world.started(alice)
-        rows = [
-            a_row(1, key="alice", ended_at=NOW, cost=4.0),
-            a_row(2, key="bob", group_name="team", ended_at=NOW - 120.0, cost=4.0),
-        ]
-        await first.store.run(lambda connection: add_rows(connection, rows))
-        world.clocks.set_wall(wrong)
-        process = await world.started(alice, team)
-        # It shows another day, so nothing of this one is known.
-        assert refusal(process, alice) == ""
-        world.clocks.advance(0.5)
-        await process.step()
-        world.clocks.set_wall(NOW)
-        if store_fails:
-            with without_its_store(process), pytest.raises(StoreUnavailable):
-                await process.sync.look()
-        world.clocks.advance(20.0)
-        await process.step()
-        assert "a budget of 4 a day" in refusal(process, alice)
-        assert "a budget of 4 a month" in refusal(process, team)
+    world.settings = Settings.model_validate({"groups": groups})
+    first = await world.started(alice)
+    rows = [
+        a_row(1, key="alice", ended_at=NOW, cost=4.0),
+        a_row(2, key="bob", group_name="team", ended_at=NOW - 120.0, cost=4.0),
+    ]
+    await first.store.run(lambda connection: add_rows(connection, rows))
+    world.clocks.set_wall(wrong)
+    process = await world.started(alice, team)
+    # It shows another day, so nothing of this one is known.
+    assert refusal(process, alice) == ""
+    world.clocks.advance(0.5)
+    await process.step()
+    world.clocks.set_wall(NOW)
+    if store_fails:
+        with without_its_store(process), pytest.raises(StoreUnavailable):
+            await process.sync.look()
+    world.clocks.advance(20.0)
+    await process.step()
+    assert "a budget of 4 a day" in refusal(process, alice)
+    assert "a budget of 4 a month" in refusal(process, team)
 
 
 @in_virtual_time
@@ -532,12 +522,7 @@ class SharedLimits(RuleBasedStateMachine):
 
 
 TestSharedLimits = SharedLimits.TestCase
-TestSharedLimits.settings = settings(
-    max_examples=40,
-    stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+TestSharedLimits.settings = settings(max_examples=40, stateful_step_count=40)
 
 
 # Fifty callers at once at the edge of a limit, through a whole gateway over emulated nodes.

@@ -8,7 +8,7 @@ import os
 import sqlite3
 import stat
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -254,13 +254,9 @@ def test_an_expiry_may_be_a_duration_or_a_time_and_nothing_else() -> None:
             expiry(text, NOW)
 
 
-def no_models(_: Sequence[KeySpec]) -> Sequence[str]:
-    return ()
-
-
 def a_desk(store: Store, **settings: Any) -> KeyDesk:
     chosen = Settings.model_validate(settings)
-    return KeyDesk(chosen, Standings.alone(chosen, store), no_models)
+    return KeyDesk(chosen, Standings.alone(chosen, store), lambda _: ())
 
 
 async def refused(work: Any) -> GatewayError:
