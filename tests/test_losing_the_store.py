@@ -19,7 +19,7 @@ from gateway.app.assembly import DEFAULT_TIMINGS
 from gateway.callers.keys import new_key
 from gateway.store.schema import open_requests, usage
 from tests.emulator import EmulatedNode
-from tests.gateways import Running, running_gateway, until
+from tests.gateways import Running, answered, running_gateway, until
 from tests.known import known
 from tests.postgres import needs_postgres, running_postgres
 from tests.store.stores import opened
@@ -31,9 +31,8 @@ CLIENTS = 16
 KEY = new_key("known")
 
 
-async def store_status(running: Running) -> dict[str, Any]:
-    found: dict[str, Any] = (await running.admin.get("/admin/status")).json()["store"]
-    return found
+async def store_status(running: Running) -> Any:
+    return (await answered(running.admin, "/admin/status"))["store"]
 
 
 async def asked(running: Running, key: str = "") -> int:

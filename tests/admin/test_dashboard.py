@@ -36,7 +36,7 @@ from tests.admin.browser import (
     press,
     turn_to,
 )
-from tests.admin.test_batches import upload
+from tests.admin.test_keys import upload
 from tests.beside import beside
 from tests.emulator import EmulatedNode
 from tests.emulator.routed_model import HostMemory, ModelFile

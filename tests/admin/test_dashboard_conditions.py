@@ -17,7 +17,6 @@ from playwright.async_api import Page, expect
 
 from gateway.callers.keys import AdminRole, new_key
 from tests.admin.browser import WatchedPage, needs_browser, open_with, opened_at, press
-from tests.admin.test_batches import upload
 from tests.admin.test_caller_page import own_page
 from tests.admin.test_dashboard import (
     AXE,
@@ -30,6 +29,7 @@ from tests.admin.test_dashboard import (
     streams,
     written,
 )
+from tests.admin.test_keys import upload
 from tests.callers.metered_gateway import bearer, recorded
 from tests.emulator import EmulatedNode
 from tests.emulator.routed_model import ModelFile

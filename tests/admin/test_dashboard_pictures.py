@@ -20,8 +20,8 @@ from playwright.async_api import FloatRect, Page, expect
 from gateway.callers.keys import AdminRole, new_key
 from gateway.watch.history import STEP_SECONDS
 from tests.admin.browser import a_browser, a_page, needs_browser, press
-from tests.admin.test_batches import upload
 from tests.admin.test_dashboard import GIB, a_fleet, a_router, order, sizes, streams
+from tests.admin.test_keys import upload
 from tests.emulator import EmulatedNode
 from tests.emulator.routed_model import ModelFile
 from tests.gateways import Running, until
