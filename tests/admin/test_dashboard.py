@@ -305,8 +305,7 @@ async def test_the_playground_tells_its_place_and_how_long_it_has_waited(tmp_pat
         await expect(way).to_contain_text("node-0 (cpu) answered")
         await expect(way).to_contain_text("prompt tokens cached")
         await expect(page.locator(".turn.assistant .text")).not_to_be_empty()
-        waited = re.search(r"waited (\d+(?:\.\d)?) s", await way.inner_text())
-        assert waited is not None
+        waited = known(re.search(r"waited (\d+(?:\.\d)?) s", await way.inner_text()))
         assert float(waited[1]) >= 1.0
 
 
@@ -465,10 +464,8 @@ async def test_the_timeline_draws_what_slots_do_and_tells_it_in_words(tmp_path: 
         await expect(moved.filter(has_text=re.compile(r"^[1-9]")).first).to_be_attached()
         # What lies under the pointer is told, and leads to its request.
         canvas = picture.locator("canvas")
-        box = await canvas.bounding_box()
-        assert box is not None
-        lane = running.gateway.fleet.nodes["epyc-b-numa0"]
-        assert lane.slots_busy
+        box = known(await canvas.bounding_box())
+        assert running.gateway.fleet.nodes["epyc-b-numa0"].slots_busy
         await canvas.hover(position={"x": box["width"] - 12, "y": 80})
         await expect(picture.locator(".tip")).to_contain_text(re.compile("epyc-.*runs"))
         await canvas.click(position={"x": box["width"] - 12, "y": 80})

@@ -17,6 +17,7 @@ from gateway.callers.keys import AdminRole
 from tests.callers.metered_gateway import recorded
 from tests.emulator import EmulatedNode
 from tests.gateways import NO_TLS, Running, running_gateway, until
+from tests.known import known
 from tests.web.test_route_tables import ADMIN, ADMIN_KEYS, bearer
 
 pytestmark = pytest.mark.usefixtures("hurried")
@@ -195,8 +196,7 @@ async def test_one_that_stops_reading_takes_bounded_memory_and_others_go_on(tmp_
                         one.requests += 1
                     await watcher.next()
                     numbers += 1
-                    assert running.gateway.admin_listener is not None
-                    for connection in running.gateway.admin_listener.connections:
+                    for connection in known(running.gateway.admin_listener).connections:
                         assert connection.transport.get_write_buffer_size() < 2_000_000
                     assert time.monotonic() < began + LIMIT
             assert numbers > 3

@@ -403,11 +403,8 @@ async def test_a_drained_node_gets_nothing_until_it_is_resumed(tmp_path: Path) -
         node := EmulatedNode(), other := EmulatedNode(), folder=tmp_path, serving=True
     ) as gateway:
         result = await order(gateway, "nodes/a/drain")
-        assert (result["state"], result["draining"], result["deadline_in"]) == (
-            "draining",
-            True,
-            None,
-        )
+        assert (result["state"], result["deadline_in"]) == ("draining", None)
+        assert result["draining"]
         for _ in range(4):
             assert (await gateway.chat()).status_code == 200
         assert (node.requests, other.requests) == (0, 4)

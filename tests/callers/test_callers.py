@@ -169,9 +169,7 @@ def sent(*keys: tuple[str, str]) -> list[tuple[bytes, bytes]]:
 def test_one_valid_key_is_enough_besides_a_dummy(good: str, dummy: str) -> None:
     others = [(name, dummy + name) for name in FIELDS if name != good]
     for fields in ([(good, TEAM.text), *others], [*others, (good, TEAM.text)]):
-        found = caller_from_keys(sent(*fields), RING)
-        assert found is not None
-        assert found.id == "team"
+        assert known(caller_from_keys(sent(*fields), RING)).id == "team"
 
 
 @each_case(

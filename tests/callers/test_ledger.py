@@ -57,6 +57,7 @@ from tests.callers import ledger_rows
 from tests.callers.build import NOW, FlakyStore
 from tests.each_case import each_case
 from tests.gateways import until
+from tests.known import known
 from tests.lease_requests import a_lease_request
 from tests.nodes.build import Clock
 from tests.virtual import in_virtual_time, now
@@ -236,7 +237,7 @@ async def test_a_long_request_is_in_the_journal_until_its_row_is_written(world: 
     assert {name: one[name] for name in wanted} == wanted
     # What the store has of it is brought up to date twice a second, and never goes down: not
     # when its attempt has ended and is not accounted for, nor without new tokens.
-    for seconds, tokens, slot_seconds, known in (
+    for seconds, tokens, slot_seconds, wanted_use in (
         (0.25, 3, 0.0, (0, 0.0)),
         (0.25, 7, 0.0, (7, 0.0)),
         (0.5, 0, 0.0, (7, 0.0)),
@@ -246,7 +247,7 @@ async def test_a_long_request_is_in_the_journal_until_its_row_is_written(world: 
         world.open = [an_open_request("o1", NOW + 100.0, tokens=tokens, slot_seconds=slot_seconds)]
         await ledger.start(LIMIT)
         (one,) = await world.all(open_requests)
-        assert (one["completion_tokens"], one["slot_seconds"]) == known
+        assert (one["completion_tokens"], one["slot_seconds"]) == wanted_use
     world.open = []
     ledger.add(a_row("o1", process=ledger.own.id, completion_tokens=9))
     await ledger.close(LIMIT)
@@ -429,10 +430,7 @@ def test_the_start_of_a_process_whose_name_looks_like_more_fields_is_read(tmp_pa
     odd.symlink_to("/bin/sleep")
     with subprocess.Popen([odd, "60"]) as process:
         try:
-            ticks = start_ticks(process.pid)
-            mine = start_ticks(os.getpid())
-            assert mine is not None
-            assert ticks is not None
+            ticks, mine = known(start_ticks(process.pid)), known(start_ticks(os.getpid()))
             assert mine <= ticks <= mine + 86400 * os.sysconf("SC_CLK_TCK")
         finally:
             process.kill()
@@ -527,8 +525,7 @@ async def test_rows_of_a_process_that_was_killed_without_a_store_are_booked_by_t
             killed.add(a_row(f"r{number}"))
         # They are written by one write, behind the file's creation.
         await until(lambda: [*folder.glob("*.rows")] and rows_in(folder / "p1.0.rows"))
-    assert killed.kept is not None
-    killed.kept.close()
+    known(killed.kept).close()
     following = world.ledger(kept=KeptRows(folder, "p2.0"))
     await following.start(10.0)
     assert await world.ids() == ["r0", "r1", "r2"]

@@ -170,9 +170,7 @@ def test_a_clock_that_is_set_ahead_keeps_the_sums_of_the_right_month() -> None:
     book.clocks.set_wall(NOW + 40 * DAY)
     book.use(alice, 100, 5.0)
     book.clocks.set_wall(NOW)
-    error = book.refusal(alice)
-    assert error.retry_after is not None
-    assert error.retry_after < 31 * DAY
+    assert known(book.refusal(alice).retry_after) < 31 * DAY
     # What was used meanwhile counts in its own month, when that has come.
     book.clocks.set_wall(NOW + 40 * DAY)
     assert book.refusal(alice).code == "insufficient_quota"

@@ -353,21 +353,17 @@ async def test_a_restart_counts_what_retention_has_summed_up(tmp_path: Path) -> 
             for number, (days, group) in enumerate((days, g) for days in ages for g in ("team", ""))
         ]
         await store.run(lambda connection: add_rows(connection, rows))
-        found = []
-        for name in ("before", "after"):
+        for name, summed_up in (("before", 8), ("after", 0)):
             process = LimitedProcess(name, store, clocks, total(15))
             await process.start([ALICE])
-            key, team = process.account("key:alice"), process.account("group:team")
-            found += [
-                [(sum(one.cost_by_month.values()), sum(one.cost_by_day.values()),
-                  sum(one.tokens_by_day.values())) for one in (key, team)]
-            ]  # fmt: skip
-            assert await store.run(partial(roll_up, before=NOW - DAY / 20)) == (
-                8 if name == "before" else 0
-            )
-        before, after = found
-        assert before == [(2.0, 1.0, 440), (1.0, 0.5, 220)]
-        assert after == before
+            for subject, wanted in (
+                ("key:alice", [2.0, 1.0, 440]),
+                ("group:team", [1.0, 0.5, 220]),
+            ):
+                one = process.account(subject)
+                sums = (one.cost_by_month, one.cost_by_day, one.tokens_by_day)
+                assert [sum(each.values()) for each in sums] == wanted, (name, subject)
+            assert await store.run(partial(roll_up, before=NOW - DAY / 20)) == summed_up
 
 
 class SharedLimits(RuleBasedStateMachine):

@@ -52,6 +52,7 @@ from tests.callers.build import NOW, FlakyStore
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
+from tests.known import known
 from tests.store.stores import opened
 from tests.virtual import in_virtual_time, now
 
@@ -95,8 +96,7 @@ def test_a_key_comes_back_as_it_was_stored(store: Store) -> None:
     assert found == StoredKey(FULL, NOW)
     ring = KeyRing(clock=lambda: NOW)
     ring.replace_stored([found.held()])
-    caller = ring.find(ALICE.text)
-    assert caller is not None
+    caller = known(ring.find(ALICE.text))
     assert (caller.name, caller.group, caller.limits) == ("alice", "team", FULL.limits)
 
 
@@ -552,7 +552,7 @@ def location(tmp_path: Path) -> StoreLocation:
     return locate_store("postgresql://gateway@127.0.0.1:1/gateway", tmp_path)
 
 
-def known(location: StoreLocation, path: Path) -> set[str] | None:
+def kept_ids(location: StoreLocation, path: Path) -> set[str] | None:
     found = LastKnownKeys(location, path).load()
     return None if found is None else {one.id for one in found.held}
 
@@ -564,9 +564,7 @@ def test_a_start_without_the_store_lets_no_key_in_that_is_known_to_have_changed(
     path = tmp_path / "keys.json"
     saved = LastKnownKeys(location, path)
     saved.save([stored(ALICE), stored(BOB)], {"night": GroupSpec()})
-    last = LastKnownKeys(location, path).load()
-    assert last is not None
-    assert last.groups.keys() == {"night"}
+    assert known(LastKnownKeys(location, path).load()).groups.keys() == {"night"}
     now = {
         "revoked": [stored(ALICE)],
         "rotated": [stored(ALICE), stored(ApiKey("", BOB.id, ALICE.sha256))],
@@ -576,11 +574,11 @@ def test_a_start_without_the_store_lets_no_key_in_that_is_known_to_have_changed(
         saved.save(now, {})
         assert saved.error is not None
         assert "refuses all stored keys" in saved.error
-        assert known(location, path) is None
+        assert kept_ids(location, path) is None
     saved.save_again()
-    assert known(location, path) == {one.spec.id for one in now}
+    assert kept_ids(location, path) == {one.spec.id for one in now}
     other = locate_store("postgresql://gateway@127.0.0.1:1/other", tmp_path)
-    assert known(other, path) is None
+    assert kept_ids(other, path) is None
     assert [one.name for one in tmp_path.iterdir()] == ["keys.json"]
 
 

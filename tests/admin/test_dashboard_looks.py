@@ -1,39 +1,48 @@
-"""Every page in every condition: light, dark, forced colours, a phone, and letters twice as large.
+"""How every page looks: in each condition, and in the pictures of the docs.
 
-Names are hostile and long. No page may be wider than its viewport, cut a text off, have a target
-smaller than 32 pixels, a chart that nothing feeds, or a fault that axe finds.
+Light, dark, in forced colours, on a phone, and with letters twice as large. Names are hostile and
+long. No page may be wider than its viewport, cut a text off, have a target smaller than 32 pixels,
+a chart that nothing feeds, or a fault that axe finds.
+
+`DASHBOARD_PICTURES=docs/images pytest -n 0 tests/admin/test_dashboard_looks.py -k pictures` makes
+the pictures anew.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
+import os
 import re
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from playwright.async_api import Page, expect
+from PIL import Image
+from playwright.async_api import FloatRect, Page, expect
 
 from gateway.callers.keys import AdminRole, new_key
-from tests.admin.browser import WatchedPage, needs_browser, open_with, opened_at, press
-from tests.admin.test_caller_page import own_page
-from tests.admin.test_dashboard import (
-    AXE,
-    GIB,
-    HOSTILE,
-    a_day,
-    a_router,
-    order,
-    sizes,
-    streams,
-    written,
+from gateway.watch.history import STEP_SECONDS
+from tests.admin import test_dashboard as dashboard
+from tests.admin.browser import (
+    WatchedPage,
+    a_browser,
+    a_page,
+    needs_browser,
+    open_with,
+    opened_at,
+    press,
 )
+from tests.admin.test_caller_page import own_page
+from tests.admin.test_dashboard import GIB, HOSTILE, a_router, order, sizes, streams
 from tests.admin.test_keys import upload
 from tests.callers.metered_gateway import bearer, recorded
 from tests.emulator import EmulatedNode
 from tests.emulator.routed_model import ModelFile
 from tests.gateways import Running, answered, running_gateway, until
+from tests.known import known
 from tests.stored.batch_gateway import lines
 from tests.web.test_route_tables import ADMIN
 from tests.web.test_route_tables import ADMIN_KEYS as KEYS
@@ -124,10 +133,10 @@ async def a_gateway(folder: Path) -> AsyncIterator[tuple[Running, Mapping[str, s
         for _ in range(3):
             await running.chat(OWN, headers, model=HOSTILE, user=HOSTILE, max_tokens=20)
         await recorded(running, 3)
-        a_day(running, "fast")
+        dashboard.a_day(running, "fast")
         broken = {"custom_id": HOSTILE + LONG}
         batch = await upload(running, [*lines(30, model=HOSTILE), broken], key="hostile")
-        await written(running, {**SETTINGS, "queue": {"max": 9}}, 2)
+        await dashboard.written(running, {**SETTINGS, "queue": {"max": 9}}, 2)
         version = running.gateway.config_files.histories["gateway"].versions()[0].name
         await stack.enter_async_context(streams(running, 5, BUSY, model=HOSTILE))
         yield (
@@ -203,7 +212,7 @@ async def of_the_form(watched: WatchedPage, condition: str, label: str) -> list[
         await session.send("Page.setFontSizes", {"fontSizes": {"standard": 32, "fixed": 26}})
         size = "getComputedStyle(document.documentElement).fontSize"
         assert await page.evaluate(size) == "28px"
-    await page.evaluate(AXE)
+    await page.evaluate(dashboard.AXE)
     await page.evaluate(LOOKS)
     return await wrong(page, "the form")
 
@@ -243,3 +252,132 @@ async def of_questions(page: Page, address: str) -> list[str]:
             found += await wrong(page, f"{address}, {word}")
             await dialog.get_by_role("button").first.click()
     return found
+
+
+# The pictures of the docs, of a fleet at work.
+
+
+FOLDER = os.environ.get("DASHBOARD_PICTURES")
+SECONDS = 100.0 if FOLDER else 1.0  # that the fleet works before the first picture
+LEAST_HEIGHT = 420  # of a picture, where the page shows less than it has room for
+END = "document.querySelector('#page').lastElementChild.getBoundingClientRect().bottom"
+COLOURS = 96  # of a picture: more take more bytes than they show
+SIZE = {"width": 1280, "height": 880}
+RIGHTS: dict[str, dict[str, Any]] = {
+    "chat": {"class": "premium", "group": "product", "limits": {"rpm": 600}},
+    "search": {"group": "product", "limits": {"tokens_per_day": 400_000}},
+    "agents": {"max_class": "premium", "group": "research", "limits": {"budget": "5/month"}},
+    "reports": {"group": "research"},
+    "nightly": {"class": "batch", "limits": {"concurrency": 64}},
+}
+CALLERS = {name: new_key(name) for name in RIGHTS}
+GROUPS = {
+    "product": {"limits": {"budget": "40/month"}},
+    "research": {"limits": {"budget": "0.3/day", "tokens_per_day": 1_000_000}},
+}
+MODELS = {
+    "qwen-14b": ModelFile(memory=10 * GIB),
+    "phi-4-mini": ModelFile(memory=4 * GIB),
+    "gemma-27b": ModelFile(memory=18 * GIB, load_seconds=60.0),
+    "bge-m3": ModelFile(memory=2 * GIB),
+}
+NODE: dict[str, Any] = {
+    "slots": 4,
+    "model": "mistral-7b",
+    "prefill_tps": 150.0,
+    "decode_tps": 11.0,
+    "answer_tokens": 90,
+    "prefill_stalls": True,
+    "decode_step": 0.02,
+    "cache_ram": 60_000,
+}
+
+
+def settings() -> dict[str, Any]:
+    keys = [
+        {"id": key.id, "name": name, "sha256": key.sha256, **RIGHTS[name]}
+        for name, key in CALLERS.items()
+    ]
+    models = {**sizes(MODELS), "helper": {"use": ["phi-4-mini", "mistral-7b"]}}
+    return {"keys": keys, "groups": GROUPS, "models": models, "admin": ADMIN}
+
+
+async def hand_in(running: Running, name: str, number: int, *more: dict[str, Any]) -> None:
+    """Have the gateway do a batch of so many chats, and `more` lines, beside the rest."""
+    items = [*lines(number, model="mistral-7b", max_tokens=40), *more]
+    made = await upload(running, items, key=name, completion_window="24h")
+    assert made.status_code == 200, made.text
+
+
+async def picture(page: Page, folder: Path, name: str) -> None:
+    """Keep a picture of what is shown, in few bytes."""
+    end = await page.evaluate(END)
+    height = max(LEAST_HEIGHT, min(SIZE["height"], end + 16))
+    clip: FloatRect = {"x": 0, "y": 0, "width": SIZE["width"], "height": height}
+    shot = Image.open(io.BytesIO(await page.screenshot(clip=clip)))
+    shot.convert("RGB").quantize(COLOURS).save(folder / f"dashboard-{name}.png", optimize=True)
+    assert (folder / f"dashboard-{name}.png").stat().st_size > 4000
+
+
+async def test_the_pictures_of_the_docs_are_made(tmp_path: Path) -> None:
+    """Where DASHBOARD_PICTURES names a folder, they are made there."""
+    folder = Path(FOLDER) if FOLDER else tmp_path
+    key = KEYS[AdminRole.ADMIN].text
+    async with contextlib.AsyncExitStack() as stack:
+        # Its name is in a picture.
+        home = Path(stack.enter_context(TemporaryDirectory(prefix="llama-gateway-")))
+        router = await stack.enter_async_context(a_router(MODELS))
+        more = [{"name": "epyc-e", "url": router.url, "host": "epyc-e", "memory": "48GiB"}]
+        running, nodes = await stack.enter_async_context(
+            dashboard.a_fleet(home, hosts="abcd", settings=settings(), more=more, **NODE)
+        )
+        running.admin.headers["authorization"] = f"Bearer {key}"
+        await until(lambda: "epyc-e/qwen-14b" in running.gateway.fleet.nodes)
+        for model in ("qwen-14b", "phi-4-mini"):
+            await order(running, "load", model, "epyc-e")
+        await hand_in(running, "reports", 12)
+        for number, caller, model in (
+            *((6, caller, "mistral-7b") for caller in CALLERS.values()),
+            (2, CALLERS["search"], "qwen-14b"),
+        ):
+            chats = streams(running, number, caller, model=model, max_tokens=80)
+            await stack.enter_async_context(chats)
+        browser = await stack.enter_async_context(a_browser())
+        await at_work(running, nodes)
+        for scheme in ("light", "dark"):
+            context: dict[str, Any] = {"color_scheme": scheme, "viewport": SIZE}
+            async with a_page(browser, running.admin_url, key=key, **context) as watched:
+                page = watched.page
+                await expect(page.locator("#problems")).to_contain_text("epyc-c-numa1 is down")
+                await expect(page.locator("#timeline tbody tr").nth(8)).to_be_attached()
+                await picture(page, folder, scheme)
+                if scheme == "light":
+                    await order(running, "load", "gemma-27b", "epyc-e")
+                    await each_page(page, folder)
+                assert watched.trouble == []
+
+
+async def at_work(running: Running, nodes: Mapping[str, EmulatedNode]) -> None:
+    """Until the fleet has worked for a while, in which a node died, with batches beside."""
+    fleet = running.gateway.fleet.nodes
+    history = running.gateway.live.view.history
+    await until(lambda: all(fleet[name].speed.decode_tps for name in nodes), 120.0)
+    await hand_in(running, "nightly", 400)
+    await hand_in(running, "agents", 30, {"custom_id": "line-30", "method": "GET", "url": "/"})
+    await until(lambda: len(history.points) * STEP_SECONDS >= SECONDS / 2, 200.0)
+    await nodes["epyc-c-numa1"].kill()
+    running.write_settings({**settings(), "queue": {"max": 500}})
+    await until(lambda: len(history.points) * STEP_SECONDS >= SECONDS, 200.0)
+
+
+async def each_page(page: Page, folder: Path) -> None:
+    for link in (await page.locator("#rail a").all())[1:]:
+        address = known(await link.get_attribute("href"))
+        await link.click()
+        if address == "#/playground":
+            await page.get_by_label("Model").select_option("mistral-7b")
+            await page.get_by_label("Message").fill("Which of our reports were late last week?")
+            await press(page, "Send")
+            await expect(page.locator(".turn .way").last).to_contain_text("prompt tokens cached")
+        await page.wait_for_timeout(3000)  # until the page has what it asks for
+        await picture(page, folder, address.removeprefix("#/"))
