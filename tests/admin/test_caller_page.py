@@ -98,7 +98,9 @@ async def test_a_wrong_key_is_refused_and_a_revoked_one_shows_nothing_more(tmp_p
         await expect(page.locator("#requests tbody tr")).to_have_count(3)
 
 
-async def test_settings_of_clients_have_the_key_only_where_that_is_wished(tmp_path: Path) -> None:
+async def test_settings_of_clients_are_the_guides_and_have_the_key_only_where_that_is_wished(
+    tmp_path: Path,
+) -> None:
     async with a_gateway(tmp_path) as running, own_page(running, ALICE.text) as watched:
         page = watched.page
         connect = page.locator("#connect")
@@ -115,13 +117,9 @@ async def test_settings_of_clients_have_the_key_only_where_that_is_wished(tmp_pa
         await expect(page.get_by_role("status").first).to_contain_text("Copied.")
         copied = await page.evaluate("navigator.clipboard.readText()")
         assert copied == await snippet.inner_text()
-
-
-async def test_settings_of_clients_are_those_of_the_guide(tmp_path: Path) -> None:
-    async with a_gateway(tmp_path) as running, own_page(running, ALICE.text) as watched:
-        await expect(watched.page.locator("#connect pre")).to_be_visible()
-        found = await snippets(watched.page, "http://HOST:PORT", "KEY", "NAME")
-        quoted = await snippets(watched.page, "http://h", "k$(id)", "a'b$(id)")
+        found = await snippets(page, "http://HOST:PORT", "KEY", "NAME")
+        quoted = await snippets(page, "http://h", "k$(id)", "a'b$(id)")
+    # They are those of the guide.
     blocks = dict(re.findall(r"```(toml|json|yaml)\n(.*?)```", agents(), re.DOTALL))
     assert tomllib.loads(found["Codex"]) == tomllib.loads(blocks["toml"])
     assert json.loads(found["opencode"]) == json.loads(blocks["json"])

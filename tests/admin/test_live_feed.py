@@ -101,28 +101,22 @@ async def test_a_watcher_gets_everything_and_then_what_changes(tmp_path: Path) -
         assert live.watchers == 0
 
 
-async def test_a_request_is_seen_while_it_runs_without_its_text(tmp_path: Path) -> None:
-    async with running_gateway(tmp_path, [a_slow_node()]) as running, watching(running) as watcher:
-        async with a_stream(running):
-            update = await watcher.until(lambda _, value: bool(value.get("requests")))
-            assert update["requests"][0]["node"] == "node-0"
-            assert update["requests"][0]["state"] in {"reading", "writing"}
-            await watcher.until(lambda *_: any(cell[0] == "w" for cell in cells(watcher)))
-        await watcher.until(lambda _, value: bool(value.get("ended_requests")))
-        assert "words-nobody-knows" not in str(watcher.events)
-
-
-async def test_a_viewer_sees_no_requests_and_no_callers(tmp_path: Path) -> None:
+async def test_a_request_is_seen_without_its_text_and_by_no_viewer(tmp_path: Path) -> None:
     async with (
         running_gateway(tmp_path, [a_slow_node()], {"admin": ADMIN}) as running,
         watching(running, AdminRole.VIEWER) as viewer,
         watching(running, AdminRole.OPERATOR) as operator,
     ):
         async with a_stream(running):
-            await operator.until(lambda _, value: bool(value.get("requests")))
+            update = await operator.until(lambda _, value: bool(value.get("requests")))
+            assert update["requests"][0]["node"] == "node-0"
+            assert update["requests"][0]["state"] in {"reading", "writing"}
+            await operator.until(lambda *_: any(cell[0] == "w" for cell in cells(operator)))
             # The same moment, or a later one.
             moment = operator.events[-1][1]["at"]
             await viewer.until(lambda _, value: value.get("at", 0) >= moment)
+        await operator.until(lambda _, value: bool(value.get("ended_requests")))
+        assert "words-nobody-knows" not in str(operator.events)
         assert viewer.events[0][1]["role"] == "viewer"
         seen = str(viewer.events)
         assert "'requests': [" not in seen

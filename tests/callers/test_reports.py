@@ -671,7 +671,7 @@ def in_any_order(report: LedgerReport) -> dict[str, object]:
 
 async def test_every_report_is_the_same_before_and_after_retention(store: Store) -> None:
     rows = list(made_up_rows(3000, 20, random.Random(7)))
-    await store.run(lambda connection: add_rows(connection, rows))
+    fill(store, rows)
     reporter = Reporter(store)
     pairs = itertools.combinations(DIMENSIONS, 2)
     questions = [(name,) for name in DIMENSIONS] + list(pairs)
@@ -686,7 +686,7 @@ async def test_every_report_is_the_same_before_and_after_retention(store: Store)
 
 async def test_rows_that_two_processes_sum_up_count_once(store: Store, store_url: str) -> None:
     rows = list(made_up_rows(2000, 5, random.Random(3)))
-    await store.run(lambda connection: add_rows(connection, rows))
+    fill(store, rows)
 
     async def sum_up(one: Store) -> int:
         gone = 0
@@ -706,7 +706,7 @@ def retention(store: Store, settings: RetentionSettings) -> Retention:
 
 async def test_young_rows_stay_and_without_limits_all(store: Store) -> None:
     rows = [a_row(n, ended_at=NOON - 60 * n) for n in range(300)]
-    await store.run(lambda connection: add_rows(connection, rows))
+    fill(store, rows)
     unlimited = retention(store, RetentionSettings(days=0, rows=0))
     assert await unlimited.keep_within_limits() == 0
     await retention(store, RetentionSettings(days=0, rows=10)).keep_within_limits()
@@ -718,7 +718,7 @@ async def test_young_rows_stay_and_without_limits_all(store: Store) -> None:
 async def test_the_file_shrinks_when_old_rows_go(tmp_path: Path) -> None:
     with opened(f"sqlite:///{tmp_path / 'gateway.db'}") as store:
         rows = [a_row(n, ended_at=NOON - n * 200) for n in range(6000)]
-        await store.run(lambda connection: add_rows(connection, rows))
+        fill(store, rows)
 
         async def pages(pragma: str) -> int:
             return int(await store.run(lambda c: c.exec_driver_sql(pragma).scalar()) or 0)
@@ -866,20 +866,14 @@ def all_ids(store: Store, given: dict[str, str], **bounds: Any) -> list[str]:
     raise AssertionError("the pages have no end")
 
 
-def made_up(count: int) -> list[dict[str, Any]]:
-    """Requests of which many ended at the same moment, or took as long as others."""
-    rng = random.Random(5)
-    rows = []
-    for number in range(count):
-        at = NOON - rng.randrange(20) * 60.0
-        seconds = float(rng.randrange(8))
-        rows.append(a_row(number, id=f"r{number:03}", ended_at=at, started_at=at - seconds))
-    return rows
-
-
 @pytest.mark.parametrize("order", ["latest", "slowest"])
 def test_pages_have_every_request_once_and_in_order(store: Store, order: str) -> None:
-    rows = made_up(200)
+    # Many of them ended at the same moment, or took as long as others.
+    rng = random.Random(5)
+    rows = [
+        a_row(n, ended_at=(at := NOON - rng.randrange(20) * 60.0), started_at=at - rng.randrange(8))
+        for n in range(200)
+    ]
     fill(store, rows)
 
     def rank(row: dict[str, Any]) -> tuple[float, str]:
