@@ -19,6 +19,7 @@ import yaml
 
 from gateway.app.assembly import DEFAULT_TIMINGS, Gateway, Timings
 from gateway.app.startup import Options, load_checked
+from gateway.callers.keys import ApiKey
 from gateway.nodes.node import NodeState
 from gateway.store.database import (
     FILE_NAME,
@@ -33,6 +34,7 @@ from gateway.watch.logs import set_up_logging
 from tests.emulator import EmulatedNode
 from tests.virtual import VirtualLoop, now
 
+CHAT = "/v1/chat/completions"
 START_LIMIT = 60.0
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """For clients of plain HTTP: loading the machine's certificates takes 15 ms each time."""
@@ -57,6 +59,15 @@ class Running:
     """Speaks to the public listener; relative URLs."""
     admin: httpx.AsyncClient
     """Speaks to the admin listener likewise."""
+
+    async def chat(
+        self, key: ApiKey | str = "", headers: Mapping[str, str] | None = None, **body: Any
+    ) -> httpx.Response:
+        """A chat with this key, or without one."""
+        text = key if isinstance(key, str) else key.text
+        own = {"authorization": f"Bearer {text}"} if text else {}
+        asked = {"messages": [{"role": "user", "content": "Hello"}], **body}
+        return await self.client.post(CHAT, json=asked, headers={**own, **(headers or {})})
 
     def held(self) -> dict[str, int]:
         """All counts of what is held for requests that are not zero."""
@@ -169,6 +180,13 @@ def _put_store(path: Path) -> None:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(file, "wb") as opened:
             opened.write(new_store())
+
+
+async def answered(client: httpx.AsyncClient, path: str, method: str = "GET", **more: Any) -> Any:
+    """The JSON that a request is answered with, which must succeed."""
+    response = await client.request(method, path, **more)
+    assert response.status_code == 200, response.text
+    return response.json()
 
 
 async def until(

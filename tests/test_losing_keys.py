@@ -11,29 +11,25 @@ import yaml
 
 from gateway.callers.keys import new_key
 from tests.emulator import EmulatedNode
-from tests.gateways import Running, running_gateway, until
-from tests.web.bare_gateway import CHAT
+from tests.gateways import Running, answered, running_gateway, until
 
 KEY = new_key("team")
 OTHER = new_key("other")
-HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
 
 
 def keyed(*keys: Any, **settings: Any) -> dict[str, Any]:
     return {"keys": [{"id": key.id, "sha256": key.sha256} for key in keys], **settings}
 
 
-async def doors(running: Running, key: str | None = None) -> set[int]:
+async def doors(running: Running, key: str = "") -> set[int]:
     """The response of every path that needs a key."""
-    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    headers = {"authorization": f"Bearer {key}"} if key else {}
     got = [await running.client.get(path, headers=headers) for path in ("/v1/models", "/props")]
-    sent = await running.client.post(CHAT, json=HELLO, headers=headers)
-    return {one.status_code for one in (*got, sent)}
+    return {one.status_code for one in (*got, await running.chat(key, max_tokens=1))}
 
 
-async def status(running: Running) -> dict[str, Any]:
-    found: dict[str, Any] = (await running.admin.get("/admin/status")).json()
-    return found
+async def status(running: Running) -> Any:
+    return await answered(running.admin, "/admin/status")
 
 
 async def logged(folder: Path, words: str) -> None:
@@ -120,7 +116,7 @@ async def test_without_the_last_key_nobody_is_admitted_until_there_is_one(
     async with EmulatedNode() as node, running_gateway(tmp_path, [node.url], keyed(KEY)) as running:
         running.write_settings(without)
         await until(lambda: not running.gateway.settings.keys)
-        for key in (None, KEY.text, "anything"):
+        for key in ("", KEY.text, "anything"):
             assert await doors(running, key) == {401}
         result = await status(running)
         assert result["settings_error"] is None

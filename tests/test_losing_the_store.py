@@ -3,49 +3,122 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from sqlalchemy import Connection, func, select
 
 from gateway.app.assembly import DEFAULT_TIMINGS
 from gateway.callers.keys import new_key
-from tests.callers.outages import Outcome, file_away, file_locked, server_halted, server_killed
+from gateway.store.schema import open_requests, usage
 from tests.emulator import EmulatedNode
-from tests.gateways import Running, running_gateway, until
+from tests.gateways import Running, answered, running_gateway, until
 from tests.known import known
 from tests.postgres import needs_postgres, running_postgres
-from tests.web.bare_gateway import CHAT
+from tests.store.stores import opened
 
-HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
 LIMIT = 90.0  # what systemd's unit gives a gateway to start and to end
 AWAY = 4.0
+AROUND = 2.0  # seconds of load before and after
+CLIENTS = 16
 KEY = new_key("known")
 
 
-async def store_status(running: Running) -> dict[str, Any]:
-    found: dict[str, Any] = (await running.admin.get("/admin/status")).json()["store"]
-    return found
+async def store_status(running: Running) -> Any:
+    return (await answered(running.admin, "/admin/status"))["store"]
 
 
 async def asked(running: Running, key: str = "") -> int:
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    return (await running.client.post(CHAT, json=HELLO, headers=headers)).status_code
+    return (await running.chat(key, max_tokens=1)).status_code
 
 
-def keyed(url: str) -> dict[str, Any]:
+def keyed(url: str, **key: Any) -> dict[str, Any]:
     """Settings with a key of their own: while a store is unknown, strangers may not come in."""
-    return {"store": {"url": url}, "keys": [{"id": KEY.id, "sha256": KEY.sha256}]}
+    return {"store": {"url": url}, "keys": [{"id": KEY.id, "sha256": KEY.sha256, **key}]}
+
+
+@dataclass
+class Outcome:
+    requests: list[int]
+    """That ended before, while the store was away, and afterwards."""
+    failed: list[str]
+    states: list[str]
+    """The store's states, in their order."""
+    rows: int
+    """Rows of the ledger at the end."""
+    left_open: int
+    """Requests that the ledger believes to run at the end."""
+
+
+async def outage(
+    folder: Path, url: str, begin: Callable[[], object], end: Callable[[], object]
+) -> Outcome:
+    """Take the store away by `begin` under streams and plain chats, and give it back by `end`."""
+    limits = {"rpm": 10_000_000, "tpm": 1_000_000_000, "budget": "1000000/month"}
+    nodes = [EmulatedNode(slots=CLIENTS, decode_tps=200.0) for _ in range(2)]
+    found, stopping = Outcome([0], [], [], 0, 0), asyncio.Event()
+    async with running_gateway(folder, nodes, keyed(url, limits=limits)) as running:
+        store = known(running.gateway.store)
+
+        async def client(number: int) -> None:
+            while not stopping.is_set():
+                number += 1
+                stream = number % 2 == 0
+                try:
+                    response = await running.chat(KEY, max_tokens=20, stream=stream)
+                    if response.status_code != 200:
+                        found.failed.append(f"{response.status_code} {response.text[:200]}")
+                    elif stream and not response.text.rstrip().endswith("data: [DONE]"):
+                        found.failed.append("a stream without its end")
+                except httpx.HTTPError as error:
+                    found.failed.append(repr(error))
+                found.requests[-1] += 1
+
+        async def watch() -> None:
+            while not stopping.is_set():
+                state = store.status().state
+                if found.states[-1:] != [state]:
+                    found.states.append(state)
+                await asyncio.sleep(0.05)
+
+        tasks = [asyncio.create_task(work) for work in (watch(), *map(client, range(CLIENTS)))]
+        try:
+            await asyncio.sleep(AROUND)
+            found.requests.append(0)
+            await asyncio.to_thread(begin)
+            try:
+                await asyncio.sleep(AWAY)
+            finally:
+                await asyncio.to_thread(end)
+            found.requests.append(0)
+            await until(lambda: store.status().up, 60.0, store.status)
+            await asyncio.sleep(AROUND)
+        finally:
+            stopping.set()
+            await asyncio.gather(*tasks)
+
+    def count(connection: Connection) -> list[int]:
+        tables = (usage, open_requests)
+        return [connection.scalar(select(func.count()).select_from(one)) or 0 for one in tables]
+
+    with opened(url) as one:
+        found.rows, found.left_open = await one.run(count)
+    return found
 
 
 def assert_nothing_was_lost(found: Outcome, *states: str) -> None:
     assert found.failed == []
-    assert found.states == ["up", *states, "up"]
-    assert all(phase.seconds for phase in found.phases)
-    assert found.left_open == 0
-    assert found.rows == found.requests
+    assert (found.rows, found.left_open) == (sum(found.requests), 0)
+    if states:
+        assert found.states == ["up", *states, "up"]
+        assert all(found.requests)
 
 
 @needs_postgres
@@ -54,20 +127,31 @@ async def test_no_request_fails_while_postgresql_is_halted_or_killed(tmp_path: P
     for name in ("halted", "killed"):
         (tmp_path / name).mkdir()
     with running_postgres() as server:
-        found = await server_halted(server, tmp_path / "halted", AWAY)
-        killed = await server_killed(server, tmp_path / "killed", AWAY)
-    assert found.failed == []
-    assert (found.rows, found.left_open) == (found.requests, 0)
+        url = server.new_database()
+        found = await outage(tmp_path / "halted", url, server.halt, server.go_on)
+        url = server.new_database()
+        killed = await outage(tmp_path / "killed", url, server.kill, server.start)
+    assert_nothing_was_lost(found)
     assert_nothing_was_lost(killed, "unavailable")
 
 
 @pytest.mark.smoke
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "state"), [(file_locked, "locked"), (file_away, "gone")])
-async def test_no_request_fails_while_the_file_cannot_be_used(
-    tmp_path: Path, way: Callable[[Path, float], Awaitable[Outcome]], state: str
-) -> None:
-    assert_nothing_was_lost(await way(tmp_path, AWAY), state)
+@pytest.mark.parametrize("state", ["locked", "gone"])
+async def test_no_request_fails_while_the_file_cannot_be_used(tmp_path: Path, state: str) -> None:
+    file, aside, holding = tmp_path / "gateway.db", tmp_path / "aside.db", ExitStack()
+
+    def lock() -> None:
+        other = sqlite3.connect(file, isolation_level=None, timeout=60, check_same_thread=False)
+        holding.callback(other.close)
+        other.execute("BEGIN IMMEDIATE")
+
+    begin, end = {
+        "locked": (lock, holding.close),
+        "gone": (lambda: file.rename(aside), lambda: aside.rename(file)),
+    }[state]
+    found = await outage(tmp_path, f"sqlite:///{file}", begin, end)
+    assert_nothing_was_lost(found, state)
 
 
 @needs_postgres

@@ -9,7 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from playwright.async_api import Browser, ConsoleMessage, Page, Route, async_playwright, expect
+from playwright.async_api import (
+    Browser,
+    ConsoleMessage,
+    Locator,
+    Page,
+    Route,
+    async_playwright,
+    expect,
+)
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 ARGUMENTS = [
@@ -90,8 +98,7 @@ async def a_page(
     try:
         await page.goto(f"{url}{path}{at}")
         if key is not None:
-            await page.get_by_label("Admin key").fill(key)
-            await page.get_by_role("button", name="Open").click()
+            await open_with(page, key)
         yield watched
     finally:
         await opened.close()
@@ -101,6 +108,17 @@ async def a_page(
 async def opened_at(url: str, **options: Any) -> AsyncIterator[WatchedPage]:
     async with a_browser() as browser, a_page(browser, url, **options) as watched:
         yield watched
+
+
+async def open_with(page: Page, key: str, label: str = "Admin key") -> None:
+    await page.get_by_label(label).fill(key)
+    await press(page, "Open")
+
+
+async def press(part: Page | Locator, *names: str) -> None:
+    """Press the buttons of these names, one after the other."""
+    for name in names:
+        await part.get_by_role("button", name=name).click()
 
 
 async def turn_to(page: Page, title: str) -> None:

@@ -20,36 +20,13 @@ def a_row(number: int, **values: Any) -> dict[str, Any]:
     """A request of team-a that ended at `NOON`; `values` are other columns."""
     ended = float(values.get("ended_at", NOON))
     row: dict[str, Any] = {
-        "id": f"r{number}",
-        "process": "p1",
-        "sequence": number,
-        "started_at": ended - 1.0,
-        "ended_at": ended,
-        "key": "team-a",
-        "group_name": None,
-        "user": None,
-        "model": "mistral",
-        "class_": "normal",
-        "tier": "cpu",
-        "node": "cpu-a",
-        "path": "/v1/chat/completions",
-        "stream": False,
-        "prompt_tokens": 100,
-        "cached_tokens": 0,
-        "completion_tokens": 10,
-        "slot_seconds": 1.0,
-        "cost": 0.5,
-        "gpu_cost": None,
-        "attempts": 1,
-        "status": 200,
-        "outcome": "ok",
-        "wait_seconds": 0.0,
-        "ttft_seconds": None,
-        "prefill_seconds": None,
-        "decode_seconds": None,
-        "resumptions": 0,
-        "client_request_id": None,
-    }
+        **dict.fromkeys(usage.c.keys()),
+        "id": f"r{number}", "process": "p1", "sequence": number, "started_at": ended - 1.0,
+        "ended_at": ended, "key": "team-a", "model": "mistral", "class_": "normal", "tier": "cpu",
+        "node": "cpu-a", "path": "/v1/chat/completions", "stream": False, "prompt_tokens": 100,
+        "cached_tokens": 0, "completion_tokens": 10, "slot_seconds": 1.0, "cost": 0.5,
+        "attempts": 1, "status": 200, "outcome": "ok", "wait_seconds": 0.0, "resumptions": 0,
+    }  # fmt: skip
     unknown = set(values) - set(row)
     assert not unknown, f"the ledger has no column {unknown}"
     return row | values

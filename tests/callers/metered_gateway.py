@@ -9,7 +9,8 @@ from typing import Any
 
 from gateway.callers.keys import new_key
 from tests.emulator.node import EmulatedNode
-from tests.gateways import Running, running_gateway, until
+from tests.gateways import Running, answered, running_gateway, until
+from tests.known import known
 
 ALICE, CHAT, VIP = new_key("alice"), new_key("chat"), new_key("vip")
 
@@ -49,23 +50,18 @@ async def metered_gateway(folder: Path, **settings: Any) -> AsyncIterator[Runnin
             yield running
 
 
-async def chat(running: Running, key: Any = None, **headers: str) -> None:
-    body = {"messages": [{"role": "user", "content": "Hello there"}], "max_tokens": 8}
-    sent = headers if key is None else bearer(key, **headers)
-    response = await running.client.post("/v1/chat/completions", json=body, headers=sent)
+async def chat(running: Running, key: Any = "", **headers: str) -> None:
+    response = await running.chat(key, headers, max_tokens=8)
     assert response.status_code == 200, response.text
 
 
 async def recorded(running: Running, count: int) -> None:
     """Wait until so many requests are in the ledger."""
-    ledger = running.gateway.ledger
-    assert ledger is not None
+    ledger = known(running.gateway.ledger)
     await until(lambda: ledger.written >= count)
 
 
 async def own_usage(running: Running, key: Any = None, path: str = "", **headers: str) -> Any:
     """What a caller is told of its own use; `path`: behind `/v1/usage`."""
     sent = headers if key is None else bearer(key, **headers)
-    response = await running.client.get(f"/v1/usage{path}", headers=sent)
-    assert response.status_code == 200, response.text
-    return response.json()
+    return await answered(running.client, f"/v1/usage{path}", headers=sent)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
+import math
 import operator
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import pytest
 import structlog
@@ -53,16 +52,15 @@ from gateway.store.failures import StoreUnavailable
 from gateway.store.schema import open_requests, processes, revisions, usage
 from gateway.store.store import Store
 from gateway.terms import Caller, Priority
+from tests.beside import beside
 from tests.callers import ledger_rows
-from tests.callers.build import NOW, Clocks, FlakyStore
+from tests.callers.build import NOW, FlakyStore
 from tests.each_case import each_case
 from tests.gateways import until
+from tests.known import known
 from tests.lease_requests import a_lease_request
 from tests.nodes.build import Clock
-from tests.store.stores import opened
 from tests.virtual import in_virtual_time, now
-
-T = TypeVar("T")
 
 LIMIT = 120.0  # seconds for each wait
 
@@ -92,6 +90,10 @@ class World:
     def open_requests(self, before: float, but: Mapping[str, object]) -> list[OpenRequest]:
         return [one for one in self.open if one.started_at <= before and but.get(one.id) is None]
 
+    async def ids(self) -> list[str]:
+        """The ids of all rows of the ledger."""
+        return [row["id"] for row in await self.all(usage)]
+
     async def all(self, table: Any) -> list[dict[str, Any]]:
         key = next(iter(table.primary_key))
 
@@ -102,10 +104,10 @@ class World:
         return await self.store.run(read)
 
 
-@asynccontextmanager
-async def a_world(url: str) -> AsyncIterator[World]:
-    with opened(url) as store:
-        yield World(store)
+@pytest.fixture
+def world(store: Store) -> World:
+    """Return a world of each kind of store in turn."""
+    return World(store)
 
 
 def a_row(id_: str, process: str = "p1.0", **values: Any) -> UsageRow:
@@ -120,16 +122,7 @@ def an_open_request(id_: str, started_at: float, *, tokens: int = 0, **keys: Any
     )  # fmt: skip
 
 
-@contextmanager
-def running(ledger: Ledger) -> Iterator[None]:
-    task = asyncio.get_running_loop().create_task(ledger.worker.run())
-    try:
-        yield
-    finally:
-        task.cancel()
-
-
-async def test_many_rows_of_every_kind_are_written_as_they_are(store_url: str) -> None:
+async def test_many_rows_of_every_kind_are_written_as_they_are(world: World) -> None:
     names = ("group_name", "user", "gpu_cost", "ttft_seconds", "stream")
     kinds: list[dict[str, Any]] = [
         dict(zip(names, one, strict=True))
@@ -138,111 +131,92 @@ async def test_many_rows_of_every_kind_are_written_as_they_are(store_url: str) -
     # More than one statement holds of the first kind.
     many = [*kinds * 3, *kinds[:1] * 60, *kinds, {"client_request_id": "mine", "resumptions": 2}]
     added = [a_row(f"r{i:03}", **kind) for i, kind in enumerate(many)]
-    async with a_world(store_url) as world:
-        ledger = world.ledger()
-        for row in added:
-            ledger.add(row)
-        await ledger.close(LIMIT)
-        rows = await world.all(usage)
-        assert (ledger.pending, ledger.written) == (0, len(added))
+    ledger = world.ledger()
+    for row in added:
+        ledger.add(row)
+    await ledger.close(LIMIT)
+    rows = await world.all(usage)
+    assert (ledger.pending, ledger.written) == (0, len(added))
     assert rows == [
         {**dict(zip(ROW_COLUMNS, row, strict=True)), "sequence": number}
         for number, row in enumerate(added, 1)
     ]
 
 
-async def test_a_batch_is_written_once_though_nobody_knows_whether_it_was(store_url: str) -> None:
-    async with a_world(store_url) as world:
-        store = FlakyStore(world.store)
-        ledger = world.ledger(store)
-        store.failures = ["after", "before", "after"]
-        world.open = [an_open_request("o1", NOW)]
-        for i in range(3):
-            ledger.add(a_row(f"r{i}"))
-        with running(ledger):
-            for _ in range(3):
-                failures = ledger.worker.failures
-                await until(lambda before=failures: ledger.worker.failures > before)
-                assert ledger.pending >= 3
-                assert ledger.worker.problem == "gone; wait"
-                ledger.add(a_row(f"later{ledger.worker.failures}"))
-                world.clock.passes(60.0)
-            await until(lambda: ledger.pending == 0, LIMIT)
-        rows = await world.all(usage)
-        assert sorted(row["id"] for row in rows) == [
-            "later1", "later2", "later3", "r0", "r1", "r2"
-        ]  # fmt: skip
-        # Numbers grow, but none that may have been used is used again.
-        in_order = [row["id"] for row in sorted(rows, key=operator.itemgetter("sequence"))]
-        assert in_order == ["r0", "r1", "r2", "later1", "later2", "later3"]
-        assert len({row["sequence"] for row in rows}) == 6
-        assert [row["id"] for row in await world.all(open_requests)] == ["o1"]
-        assert (ledger.worker.problem, ledger.written) == (None, 6)
+async def test_a_batch_is_written_once_though_nobody_knows_whether_it_was(world: World) -> None:
+    store = FlakyStore(world.store)
+    ledger = world.ledger(store)
+    store.failures = ["after", "before", "after"]
+    world.open = [an_open_request("o1", NOW)]
+    for i in range(3):
+        ledger.add(a_row(f"r{i}"))
+    async with beside(ledger.worker.run(), ledger.keep_rows()):
+        for _ in range(3):
+            failures = ledger.worker.failures
+            await until(lambda before=failures: ledger.worker.failures > before)
+            assert ledger.pending >= 3
+            assert ledger.worker.problem == "gone; wait"
+            ledger.add(a_row(f"later{ledger.worker.failures}"))
+            world.clock.passes(60.0)
+        await until(lambda: ledger.pending == 0, LIMIT)
+    rows = await world.all(usage)
+    assert sorted(row["id"] for row in rows) == [
+        "later1", "later2", "later3", "r0", "r1", "r2"
+    ]  # fmt: skip
+    # Numbers grow, but none that may have been used is used again.
+    in_order = [row["id"] for row in sorted(rows, key=operator.itemgetter("sequence"))]
+    assert in_order == ["r0", "r1", "r2", "later1", "later2", "later3"]
+    assert len({row["sequence"] for row in rows}) == 6
+    assert [row["id"] for row in await world.all(open_requests)] == ["o1"]
+    assert (ledger.worker.problem, ledger.written) == (None, 6)
 
 
 @in_virtual_time
-async def test_a_store_that_is_away_is_told_of_once_though_there_is_nothing_to_write() -> None:
-    class ReadlessStore:
-        """Fails from a look for dead processes on."""
-
-        is_away = False
-
-        async def run(self, job: Any, /, *, write: bool = True) -> Any:
-            self.is_away = self.is_away or (now() > 1001.0 and not write)
-            if self.is_away:
-                raise StoreUnavailable("gone", "wait")
-            return []
-
+async def test_a_store_that_is_away_is_told_of_once_though_there_is_nothing_to_write(
+    connection: Connection,
+) -> None:
     own = ProcessIdentity("p.0", "host", 1, NOW)
-    store = ReadlessStore()
-    ledger = Ledger(cast("Any", store), own, lambda: NOW, now, lambda *_: ())
-    problems: list[str | None] = []
+    store: Any = FlakyStore(connection)
+    ledger = Ledger(store, own, lambda: NOW, now, lambda *_: ())
+    problems: set[str | None] = set()
     with structlog.testing.capture_logs() as logs:
-        task = asyncio.create_task(ledger.worker.run())
-        for _ in range(600):
-            await asyncio.sleep(0.1)
-            if store.is_away:
-                problems.append(ledger.worker.problem)
-    task.cancel()
-    assert len(problems) > 100
-    assert set(problems) == {"gone; wait"}
+        async with beside(ledger.worker.run(), ledger.keep_rows()):
+            await asyncio.sleep(1.0)
+            store.is_away = True
+            await asyncio.sleep(10.0)
+            for _ in range(500):
+                await asyncio.sleep(0.1)
+                problems.add(ledger.worker.problem)
+    assert problems == {"gone; wait"}
     assert [one["event"] for one in logs] == ["usage waits for the store"]
 
 
-async def test_a_row_that_no_store_takes_does_not_hold_up_the_others(store_url: str) -> None:
+async def test_a_row_that_no_store_takes_does_not_hold_up_the_others(world: World) -> None:
     """Rows are booked in their order once the store has them."""
-    async with a_world(store_url) as world:
-        ledger = world.ledger()
-        for row in (a_row("r0"), a_row("bad", prompt_tokens=None), a_row("r2")):
-            ledger.add(row)
-        assert (ledger.added, ledger.booked) == (3, 0)
-        await ledger.start(LIMIT)
-        ledger.add(a_row("r3"))
-        assert (ledger.added, ledger.booked) == (4, 3)
-        await ledger.close(LIMIT)
-        assert [row["id"] for row in await world.all(usage)] == ["r0", "r2", "r3"]
-        assert (ledger.dropped, ledger.pending, ledger.booked) == (1, 0, 4)
+    ledger = world.ledger()
+    for row in (a_row("r0"), a_row("bad", prompt_tokens=None), a_row("r2")):
+        ledger.add(row)
+    assert (ledger.added, ledger.booked) == (3, 0)
+    await ledger.start(LIMIT)
+    ledger.add(a_row("r3"))
+    assert (ledger.added, ledger.booked) == (4, 3)
+    await ledger.close(LIMIT)
+    assert await world.ids() == ["r0", "r2", "r3"]
+    assert (ledger.dropped, ledger.pending, ledger.booked) == (1, 0, 4)
 
 
-async def test_beyond_the_bound_the_oldest_rows_are_dropped_and_counted(store_url: str) -> None:
-    async with a_world(store_url) as world:
-        ledger = world.ledger(most_pending=10)
-        for i in range(25):
-            ledger.add(a_row(f"r{i:02}"))
-        assert (ledger.pending, ledger.dropped) == (10, 15)
-        await ledger.close(LIMIT)
-        assert [row["id"] for row in await world.all(usage)] == [f"r{i}" for i in range(15, 25)]
+async def test_beyond_the_bound_the_oldest_rows_are_dropped_and_counted(world: World) -> None:
+    ledger = world.ledger(most_pending=10)
+    for i in range(25):
+        ledger.add(a_row(f"r{i:02}"))
+    assert (ledger.pending, ledger.dropped) == (10, 15)
+    await ledger.close(LIMIT)
+    assert await world.ids() == [f"r{i}" for i in range(15, 25)]
 
 
 async def test_a_store_that_never_answers_delays_the_end_for_a_bounded_time() -> None:
-    class SilentStore:
-        async def run(self, job: Callable[[Connection], T], /, *, write: bool = True) -> T:
-            await asyncio.Event().wait()
-            raise AssertionError
-
-    clock = Clock()
-    own = ProcessIdentity("p.0", "host", 1, NOW)
-    ledger = Ledger(cast("Any", SilentStore()), own, lambda: NOW, clock, lambda *_: ())
+    own, silent = ProcessIdentity("p.0", "host", 1, NOW), FlakyStore(None, seconds=math.inf)
+    ledger = Ledger(cast("Any", silent), own, lambda: NOW, Clock(), lambda *_: ())
     ledger.add(a_row("r"))
     await ledger.start(0.01)
     await ledger.close(0.01)
@@ -250,127 +224,120 @@ async def test_a_store_that_never_answers_delays_the_end_for_a_bounded_time() ->
     assert ledger.worker.problem == "the store does not answer"
 
 
-async def test_a_long_request_is_in_the_journal_until_its_row_is_written(store_url: str) -> None:
-    async with a_world(store_url) as world:
-        ledger = world.ledger()
-        world.open = [an_open_request("o1", NOW + 100.0), an_open_request("o2", NOW + 100.4)]
-        world.clock.passes(0.6)
+async def test_a_long_request_is_in_the_journal_until_its_row_is_written(world: World) -> None:
+    ledger = world.ledger()
+    world.open = [an_open_request("o1", NOW + 100.0), an_open_request("o2", NOW + 100.4)]
+    world.clock.passes(0.6)
+    await ledger.start(LIMIT)
+    (one,) = await world.all(open_requests)
+    wanted = {
+        "id": "o1", "process": ledger.own.id, "key": "alice", "group_name": "team",
+        "reserved_tokens": 1000, "reserved_cost": 0.5, "prompt_tokens": 100,
+    }  # fmt: skip
+    assert {name: one[name] for name in wanted} == wanted
+    # What the store has of it is brought up to date twice a second, and never goes down: not
+    # when its attempt has ended and is not accounted for, nor without new tokens.
+    for seconds, tokens, slot_seconds, wanted_use in (
+        (0.25, 3, 0.0, (0, 0.0)),
+        (0.25, 7, 0.0, (7, 0.0)),
+        (0.5, 0, 0.0, (7, 0.0)),
+        (0.5, 0, 1.0, (7, 1.0)),
+    ):
+        world.clock.passes(seconds)
+        world.open = [an_open_request("o1", NOW + 100.0, tokens=tokens, slot_seconds=slot_seconds)]
         await ledger.start(LIMIT)
         (one,) = await world.all(open_requests)
-        wanted = {
-            "id": "o1", "process": ledger.own.id, "key": "alice", "group_name": "team",
-            "reserved_tokens": 1000, "reserved_cost": 0.5, "prompt_tokens": 100,
-        }  # fmt: skip
-        assert {name: one[name] for name in wanted} == wanted
-        # What the store has of it is brought up to date twice a second, and never goes down: not
-        # when its attempt has ended and is not accounted for, nor without new tokens.
-        for seconds, tokens, slot_seconds, known in (
-            (0.25, 3, 0.0, (0, 0.0)),
-            (0.25, 7, 0.0, (7, 0.0)),
-            (0.5, 0, 0.0, (7, 0.0)),
-            (0.5, 0, 1.0, (7, 1.0)),
-        ):
-            world.clock.passes(seconds)
-            world.open = [
-                an_open_request("o1", NOW + 100.0, tokens=tokens, slot_seconds=slot_seconds)
-            ]
-            await ledger.start(LIMIT)
-            (one,) = await world.all(open_requests)
-            assert (one["completion_tokens"], one["slot_seconds"]) == known
-        world.open = []
-        ledger.add(a_row("o1", process=ledger.own.id, completion_tokens=9))
-        await ledger.close(LIMIT)
-        (row,) = await world.all(usage)
-        assert row["completion_tokens"] == 9
-        assert await world.all(open_requests) == await world.all(processes) == []
+        assert (one["completion_tokens"], one["slot_seconds"]) == wanted_use
+    world.open = []
+    ledger.add(a_row("o1", process=ledger.own.id, completion_tokens=9))
+    await ledger.close(LIMIT)
+    (row,) = await world.all(usage)
+    assert row["completion_tokens"] == 9
+    assert await world.all(open_requests) == await world.all(processes) == []
 
 
-async def test_requests_of_a_dead_process_are_recovered_once_and_in_parts(store_url: str) -> None:
+async def test_requests_of_a_dead_process_are_recovered_once_and_in_parts(world: World) -> None:
     count = 2 * MOST_TAKEN + 7
-    async with a_world(store_url) as world:
-        killed, first, second = world.ledger(), world.ledger(), world.ledger()
-        spent = {"slot_seconds": 2.5, "cost": 0.75}
-        world.open = [an_open_request(f"o{i:04}", NOW, tokens=i, **spent) for i in range(count)]
-        await killed.start(LIMIT)
-        # Its last batch came through, but the answer did not.
-        world.open = []
-        killed.add(a_row("o0000", completion_tokens=50))
-        await killed.close(LIMIT)
-        for seconds in (0.0, DEAD_SECONDS / 2, DEAD_SECONDS / 2):
-            world.clock.passes(seconds)
-            await asyncio.gather(first.start(LIMIT), second.start(LIMIT))
-        own, *lost = await world.all(usage)
-        assert (own["id"], own["completion_tokens"], own["outcome"]) == ("o0000", 50, "ok")
-        assert [row["id"] for row in lost] == [f"o{i:04}" for i in range(1, count)]
-        for number, row in enumerate(lost, 1):
-            assert row["outcome"] == "lost"
-            assert (row["prompt_tokens"], row["completion_tokens"]) == (100, number)
-            assert (row["slot_seconds"], row["cost"]) == (2.5, 0.75)
-        assert first.recovered + second.recovered == count - 1
-        assert await world.all(open_requests) == []
-        assert {row["id"] for row in await world.all(processes)} == {first.own.id, second.own.id}
+    killed, first, second = world.ledger(), world.ledger(), world.ledger()
+    spent = {"slot_seconds": 2.5, "cost": 0.75}
+    world.open = [an_open_request(f"o{i:04}", NOW, tokens=i, **spent) for i in range(count)]
+    await killed.start(LIMIT)
+    # Its last batch came through, but the answer did not.
+    world.open = []
+    killed.add(a_row("o0000", completion_tokens=50))
+    await killed.close(LIMIT)
+    for seconds in (0.0, DEAD_SECONDS / 2, DEAD_SECONDS / 2):
+        world.clock.passes(seconds)
+        await asyncio.gather(first.start(LIMIT), second.start(LIMIT))
+    own, *lost = await world.all(usage)
+    assert (own["id"], own["completion_tokens"], own["outcome"]) == ("o0000", 50, "ok")
+    assert [row["id"] for row in lost] == [f"o{i:04}" for i in range(1, count)]
+    for number, row in enumerate(lost, 1):
+        assert row["outcome"] == "lost"
+        assert (row["prompt_tokens"], row["completion_tokens"]) == (100, number)
+        assert (row["slot_seconds"], row["cost"]) == (2.5, 0.75)
+    assert first.recovered + second.recovered == count - 1
+    assert await world.all(open_requests) == []
+    assert {row["id"] for row in await world.all(processes)} == {first.own.id, second.own.id}
 
 
 @pytest.mark.parametrize("outcome", [LOST, EDGE_DIED])
-async def test_a_true_row_replaces_one_that_seemed_lost(store_url: str, outcome: str) -> None:
-    async with a_world(store_url) as world:
-        first, second = world.ledger(), world.ledger()
-        first.add(a_row("r1", outcome=outcome, completion_tokens=0))
-        first.add(a_row("r2"))
-        await first.close(LIMIT)
-        for id_ in ("r1", "r2"):
-            second.add(a_row(id_, "p2.0", completion_tokens=7))
-        await second.close(LIMIT)
-        first.add(a_row("r1", outcome=outcome, completion_tokens=0))
-        await first.close(LIMIT)
-        rows = await world.all(usage)
-        found = [(one["id"], one["process"], one["completion_tokens"]) for one in rows]
-        assert found == [("r1", "p2.0", 7), ("r2", "p1.0", 10)]
+async def test_a_true_row_replaces_one_that_seemed_lost(world: World, outcome: str) -> None:
+    first, second = world.ledger(), world.ledger()
+    first.add(a_row("r1", outcome=outcome, completion_tokens=0))
+    first.add(a_row("r2"))
+    await first.close(LIMIT)
+    for id_ in ("r1", "r2"):
+        second.add(a_row(id_, "p2.0", completion_tokens=7))
+    await second.close(LIMIT)
+    first.add(a_row("r1", outcome=outcome, completion_tokens=0))
+    await first.close(LIMIT)
+    rows = await world.all(usage)
+    found = [(one["id"], one["process"], one["completion_tokens"]) for one in rows]
+    assert found == [("r1", "p2.0", 7), ("r2", "p1.0", 10)]
 
 
-async def test_an_open_request_is_its_new_processs_and_never_lost(store_url: str) -> None:
-    async with a_world(store_url) as world:
-        first, second, third = world.ledger(), world.ledger(), world.ledger()
-        world.open = [an_open_request(id_, NOW + 90) for id_ in ("r1", "r2")]
-        await first.start(LIMIT)
-        assert [one["process"] for one in await world.all(open_requests)] == ["p1.0"] * 2
-        # It dies; one of the requests goes on in another process.
-        world.open = world.open[:1]
-        second.adopt("r1")
-        await second.start(LIMIT)
-        assert [one["process"] for one in await world.all(open_requests)] == ["p2.0", "p1.0"]
-        for _ in range(2):
-            await third.start(LIMIT)
-            world.clock.now += DEAD_SECONDS
-            await second.start(LIMIT)
+async def test_an_open_request_is_its_new_processs_and_never_lost(world: World) -> None:
+    first, second, third = world.ledger(), world.ledger(), world.ledger()
+    world.open = [an_open_request(id_, NOW + 90) for id_ in ("r1", "r2")]
+    await first.start(LIMIT)
+    assert [one["process"] for one in await world.all(open_requests)] == ["p1.0"] * 2
+    # It dies; one of the requests goes on in another process.
+    world.open = world.open[:1]
+    second.adopt("r1")
+    await second.start(LIMIT)
+    assert [one["process"] for one in await world.all(open_requests)] == ["p2.0", "p1.0"]
+    for _ in range(2):
         await third.start(LIMIT)
-        assert [one["id"] for one in await world.all(usage)] == ["r2"]
-        second.add(a_row("r1", "p2.0"))
-        await second.close(LIMIT)
-        assert await world.all(open_requests) == []
-        rows = await world.all(usage)
-        assert [(one["id"], one["outcome"]) for one in rows] == [("r1", "ok"), ("r2", LOST)]
-
-
-async def test_open_requests_that_are_left_are_the_next_processs_or_lost(store_url: str) -> None:
-    async with a_world(store_url) as world:
-        first, second = world.ledger(), world.ledger()
-        world.open = [an_open_request(id_, NOW + 90) for id_ in ("r1", "r2")]
-        await first.start(LIMIT)
-        first.leave(["r1", "r2", "never journaled"])
-        world.open = []
-        await first.close(LIMIT)
-        left = await world.all(open_requests)
-        assert [one["process"] for one in left] == ["p1.0.left"] * 2
-        assert await world.all(processes) == [], "it owes nothing"
-        world.open = [an_open_request("r2", NOW + 90)]
-        second.adopt("r2")
-        for _ in range(2):
-            await second.start(LIMIT)
-            world.clock.now += DEAD_SECONDS
+        world.clock.now += DEAD_SECONDS
         await second.start(LIMIT)
-        assert [(one["id"], one["outcome"]) for one in await world.all(usage)] == [("r1", LOST)]
-        assert [one["process"] for one in await world.all(open_requests)] == ["p2.0"]
+    await third.start(LIMIT)
+    assert await world.ids() == ["r2"]
+    second.add(a_row("r1", "p2.0"))
+    await second.close(LIMIT)
+    assert await world.all(open_requests) == []
+    rows = await world.all(usage)
+    assert [(one["id"], one["outcome"]) for one in rows] == [("r1", "ok"), ("r2", LOST)]
+
+
+async def test_open_requests_that_are_left_are_the_next_processs_or_lost(world: World) -> None:
+    first, second = world.ledger(), world.ledger()
+    world.open = [an_open_request(id_, NOW + 90) for id_ in ("r1", "r2")]
+    await first.start(LIMIT)
+    first.leave(["r1", "r2", "never journaled"])
+    world.open = []
+    await first.close(LIMIT)
+    left = await world.all(open_requests)
+    assert [one["process"] for one in left] == ["p1.0.left"] * 2
+    assert await world.all(processes) == [], "it owes nothing"
+    world.open = [an_open_request("r2", NOW + 90)]
+    second.adopt("r2")
+    for _ in range(2):
+        await second.start(LIMIT)
+        world.clock.now += DEAD_SECONDS
+    await second.start(LIMIT)
+    assert [(one["id"], one["outcome"]) for one in await world.all(usage)] == [("r1", LOST)]
+    assert [one["process"] for one in await world.all(open_requests)] == ["p2.0"]
 
 
 @pytest.mark.parametrize(
@@ -393,7 +360,7 @@ async def test_a_slow_store_has_each_request_before_it_is_a_second_old(
     store = FlakyStore(connection, seconds=seconds)
     ledger = Ledger(cast("Any", store), own, loop.time, loop.time, running_since)
     ages: list[float] = []
-    with running(ledger):
+    async with beside(ledger.worker.run(), ledger.keep_rows()):
         known: set[str] = set()
         for number in range(1000):
             admitted[f"r{number}"] = loop.time()
@@ -407,67 +374,35 @@ async def test_a_slow_store_has_each_request_before_it_is_a_second_old(
     assert max(ages) <= most + 0.03
 
 
-async def test_a_job_and_its_rows_are_committed_together_or_not_at_all(store_url: str) -> None:
-    async with a_world(store_url) as world:
-        store = FlakyStore(world.store)
-        ledger = world.ledger(store)
-        await ledger.start(LIMIT)
+async def test_a_job_and_its_rows_are_committed_together_or_not_at_all(world: World) -> None:
+    store = FlakyStore(world.store)
+    ledger = world.ledger(store)
+    await ledger.start(LIMIT)
 
-        def job(connection: Connection) -> list[UsageRow]:
-            connection.execute(insert(revisions).values(name="job", number=1))
-            return [a_row("r0"), a_row("r1")]
+    def job(connection: Connection) -> list[UsageRow]:
+        connection.execute(insert(revisions).values(name="job", number=1))
+        return [a_row("r0"), a_row("r1")]
 
-        def fails(connection: Connection) -> list[UsageRow]:
-            job(connection)
-            raise ValueError("a fault of the job")
+    def fails(connection: Connection) -> list[UsageRow]:
+        job(connection)
+        raise ValueError("a fault of the job")
 
-        with pytest.raises(ValueError, match="a fault of the job"):
-            await ledger.write_with(fails)
-        store.failures = ["before"]
-        with pytest.raises(StoreUnavailable):
-            await ledger.write_with(job)
-        assert await world.all(revisions) == await world.all(usage) == []
+    with pytest.raises(ValueError, match="a fault of the job"):
+        await ledger.write_with(fails)
+    store.failures = ["before"]
+    with pytest.raises(StoreUnavailable):
         await ledger.write_with(job)
-        assert [row["id"] for row in await world.all(usage)] == ["r0", "r1"]
-        assert (len(await world.all(revisions)), ledger.written) == (1, 2)
-
-
-def a_watch(clock: Clock, host: str = "here") -> ProcessWatch:
-    return ProcessWatch(ProcessIdentity("me.0", host, 1, NOW), clock)
-
-
-def a_request(id_: str) -> OpenRequest:
-    return OpenRequest(
-        id_, NOW, "alice", "team", None, "demo", "normal", "cpu", "a", "/v1/chat/completions",
-        True, 1000, 0.5, 100, 7,
-    )  # fmt: skip
-
-
-def a_ledger(store: Store, own: ProcessIdentity, *open_: OpenRequest, clocks: Clocks) -> Ledger:
-    return Ledger(store, own, clocks.wall, clocks.clock, lambda *_: open_)
-
-
-def rows_of(connection: Connection, table: Any = usage) -> list[dict[str, Any]]:
-    return [dict(row._mapping) for row in connection.execute(select(table))]
-
-
-async def test_a_process_that_shows_itself_again_is_not_dead() -> None:
-    clock = Clock()
-    watch = a_watch(clock)
-    assert watch.dead([SeenProcess("me.0", "here", 1, 0.0), SeenProcess("a.0", "x", 1, 5.0)]) == []
-    clock.passes(DEAD_SECONDS - 1)
-    assert watch.dead([SeenProcess("a.0", "x", 1, 6.0)]) == []
-    clock.passes(DEAD_SECONDS - 1)
-    assert watch.dead([SeenProcess("a.0", "x", 1, 6.0)]) == []
-    clock.passes(1)
-    assert watch.dead([gone := SeenProcess("a.0", "x", 1, 6.0)]) == [gone]
+    assert await world.all(revisions) == await world.all(usage) == []
+    await ledger.write_with(job)
+    assert await world.ids() == ["r0", "r1"]
+    assert (len(await world.all(revisions)), ledger.written) == (1, 2)
 
 
 @each_case("hours", [-5000.0, -1.0, 1.0, 5000.0])
 def test_the_clock_of_another_host_makes_nobody_look_dead(hours: float) -> None:
     """Nor one that is set back between two signs of life, nor a store that was away."""
     clock = Clock()
-    watch = a_watch(clock)
+    watch = ProcessWatch(ProcessIdentity("me.0", "here", 1, NOW), clock)
     for number in range(10):
         seen_at = NOW + hours * 3600 + number * HEARTBEAT_SECONDS
         assert watch.dead([SeenProcess("a.0", "there", 1, seen_at)]) == []
@@ -495,36 +430,30 @@ def test_the_start_of_a_process_whose_name_looks_like_more_fields_is_read(tmp_pa
     odd.symlink_to("/bin/sleep")
     with subprocess.Popen([odd, "60"]) as process:
         try:
-            ticks = start_ticks(process.pid)
-            mine = start_ticks(os.getpid())
-            assert mine is not None
-            assert ticks is not None
+            ticks, mine = known(start_ticks(process.pid)), known(start_ticks(os.getpid()))
             assert mine <= ticks <= mine + 86400 * os.sysconf("SC_CLK_TCK")
         finally:
             process.kill()
     assert start_ticks(process.pid) is None
 
 
-async def test_a_process_that_lives_after_all_keeps_its_requests(store_url: str) -> None:
+async def test_a_process_that_lives_after_all_keeps_its_requests(world: World) -> None:
     """It has shown itself between the look that found it dead and the one that would take them."""
-    own, clocks = ProcessIdentity("p.0", "there", 7, NOW), Clocks()
-    with opened(store_url) as store:
-        await a_ledger(store, own, a_request("r1"), clocks=clocks).start(LIMIT)
-        (seen,) = await store.run(seen_processes)
-        await store.run(lambda connection: register(connection, own, NOW + 1.0))
-        assert await store.run(lambda connection: take_open_requests(connection, seen)) == []
-        assert len(await store.run(lambda connection: rows_of(connection, open_requests))) == 1
-        (seen,) = await store.run(seen_processes)
-        taken = await store.run(lambda connection: take_open_requests(connection, seen))
-        assert [one["id"] for one in taken] == ["r1"]
-        assert await store.run(seen_processes) == []
-
-
-COLUMNS = len(ROW_COLUMNS)
+    run, ledger = world.store.run, world.ledger()
+    world.open = [an_open_request("r1", NOW)]
+    await ledger.start(LIMIT)
+    (seen,) = await run(seen_processes)
+    await run(lambda connection: register(connection, ledger.own, NOW + 200.0))
+    assert await run(lambda connection: take_open_requests(connection, seen)) == []
+    assert len(await world.all(open_requests)) == 1
+    (seen,) = await run(seen_processes)
+    taken = await run(lambda connection: take_open_requests(connection, seen))
+    assert [one["id"] for one in taken] == ["r1"]
+    assert await run(seen_processes) == []
 
 
 def rows_in(path: Path) -> list[str]:
-    return [row[0] for some in read_rows(path, COLUMNS, 2) for row in some]
+    return [row[0] for some in read_rows(path, len(ROW_COLUMNS), 2) for row in some]
 
 
 def test_rows_are_private_and_read_by_others_when_their_process_has_ended(tmp_path: Path) -> None:
@@ -533,10 +462,7 @@ def test_rows_are_private_and_read_by_others_when_their_process_has_ended(tmp_pa
     assert second.left() == []
     first.keep([a_row("r1"), a_row("r2")])
     first.keep([a_row("r3")])
-    assert (folder.stat().st_mode & 0o777, (folder / "p1.rows").stat().st_mode & 0o777) == (
-        0o700,
-        0o600,
-    )
+    assert [one.stat().st_mode & 0o777 for one in (folder, folder / "p1.rows")] == [0o700, 0o600]
     assert second.left() == []
     first.close()
     assert [rows_in(path) for path in second.left()] == [["r1", "r2", "r3"]]
@@ -589,66 +515,41 @@ def test_lines_that_are_no_rows_are_skipped(tmp_path: Path) -> None:
     assert rows_in(path) == ["r1"]
 
 
-@contextlib.asynccontextmanager
-async def keeping_rows(ledger: Ledger) -> AsyncIterator[None]:
-    tasks = [asyncio.create_task(ledger.worker.run()), asyncio.create_task(ledger.keep_rows())]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def ids_of(world: World) -> list[str]:
-    return [row["id"] for row in await world.all(usage)]
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"sqlite:///{tmp_path}/gateway.db"
-
-
 async def test_rows_of_a_process_that_was_killed_without_a_store_are_booked_by_the_next_one(
-    url: str, tmp_path: Path
+    world: World, tmp_path: Path
 ) -> None:
     folder = tmp_path / "rows"
-    async with a_world(url) as world:
-        killed = world.ledger(FlakyStore(world.store, is_away=True), kept=KeptRows(folder, "p1.0"))
-        async with keeping_rows(killed):
-            for number in range(3):
-                killed.add(a_row(f"r{number}"))
-            # They are written by one write, behind the file's creation.
-            await until(lambda: [*folder.glob("*.rows")] and rows_in(folder / "p1.0.rows"))
-        assert killed.kept is not None
-        killed.kept.close()
-        following = world.ledger(kept=KeptRows(folder, "p2.0"))
-        await following.start(10.0)
-        assert await ids_of(world) == ["r0", "r1", "r2"]
-        assert following.recovered == 3
-        assert list(folder.iterdir()) == []
+    killed = world.ledger(FlakyStore(world.store, is_away=True), kept=KeptRows(folder, "p1.0"))
+    async with beside(killed.worker.run(), killed.keep_rows()):
+        for number in range(3):
+            killed.add(a_row(f"r{number}"))
+        # They are written by one write, behind the file's creation.
+        await until(lambda: [*folder.glob("*.rows")] and rows_in(folder / "p1.0.rows"))
+    known(killed.kept).close()
+    following = world.ledger(kept=KeptRows(folder, "p2.0"))
+    await following.start(10.0)
+    assert await world.ids() == ["r0", "r1", "r2"]
+    assert following.recovered == 3
+    assert list(folder.iterdir()) == []
 
 
 async def test_rows_are_booked_once_when_the_store_is_back_and_those_that_memory_had_no_room_for(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.callers.ledger.MOST_ROWS_AT_ONCE", 2)
     folder = tmp_path / "rows"
-    async with a_world(url) as world:
-        store = FlakyStore(world.store, is_away=True)
-        ledger = world.ledger(store, kept=KeptRows(folder, "p1.0"), most_pending=8, flush_rows=99)
-        async with keeping_rows(ledger):
-            for batch in range(4):
-                for number in range(4):
-                    ledger.add(a_row(f"r{batch}{number}"))
-                await until(lambda: ledger.pending == ledger._on_disk)
-            assert ledger.dropped == 0
-            world.clock.now += 100
-            store.is_away = False
-            await until(lambda: not any(folder.iterdir()) and not ledger.pending)
-        assert await ids_of(world) == [
-            f"r{batch}{number}" for batch in range(4) for number in range(4)
-        ]
+    store = FlakyStore(world.store, is_away=True)
+    ledger = world.ledger(store, kept=KeptRows(folder, "p1.0"), most_pending=8, flush_rows=99)
+    async with beside(ledger.worker.run(), ledger.keep_rows()):
+        for batch in range(4):
+            for number in range(4):
+                ledger.add(a_row(f"r{batch}{number}"))
+            await until(lambda: ledger.pending == ledger._on_disk)
+        assert ledger.dropped == 0
+        world.clock.now += 100
+        store.is_away = False
+        await until(lambda: not any(folder.iterdir()) and not ledger.pending)
+    assert await world.ids() == [f"r{batch}{number}" for batch in range(4) for number in range(4)]
 
 
 ALICE = Caller("k1", "alice", Priority.NORMAL, group="team", trust_user_headers=True)

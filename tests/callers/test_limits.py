@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.callers.fair_share import FairShare, soft_limit
+from gateway.callers.keys import KeyRing, new_key
 from gateway.callers.limits import (
     DEFAULT_COMPLETION_TOKENS,
     EVICTION_TRIES,
@@ -19,15 +20,19 @@ from gateway.callers.limits import (
     OtherUse,
     Part,
     Reservation,
+    UsedQuota,
 )
+from gateway.callers.standings import QuotaWatch
 from gateway.callers.windows import WINDOW_PARTS, SlidingSum
 from gateway.cluster.fencing import shares
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.lease import LeaseRequest
+from gateway.store.failures import StoreUnavailable
 from gateway.terms import Caller, Priority
 from tests.callers.build import NOW, Clocks, a_caller, a_lease_request, all_accounts
 from tests.each_case import each_case
+from tests.known import known
 
 DAY = 86400.0
 
@@ -118,14 +123,6 @@ def test_what_has_ended_is_settled_before_a_refusal_and_once() -> None:
     assert account.tokens.value(book.clocks.clock()) == 10
 
 
-def test_a_request_beyond_the_whole_limit_is_400_and_not_a_wait() -> None:
-    book, alice = Book(), a_caller(limits={"tpm": 1000, "tokens_per_day": 900})
-    error = book.refusal(alice, request=answers(800, prompt=101))
-    assert (error.status, error.code, error.retry_after) == (400, "invalid_request", None)
-    assert "key 'alice': 900 tokens a day (tokens_per_day)" in error.message
-    assert "101 tokens of prompt and 800 for the answer" in error.message
-
-
 def test_the_quota_of_a_day_is_renewed_at_midnight_in_utc() -> None:
     book, alice = Book(), a_caller(limits={"tokens_per_day": 100})
     book.use(alice, 100)
@@ -173,9 +170,7 @@ def test_a_clock_that_is_set_ahead_keeps_the_sums_of_the_right_month() -> None:
     book.clocks.set_wall(NOW + 40 * DAY)
     book.use(alice, 100, 5.0)
     book.clocks.set_wall(NOW)
-    error = book.refusal(alice)
-    assert error.retry_after is not None
-    assert error.retry_after < 31 * DAY
+    assert known(book.refusal(alice).retry_after) < 31 * DAY
     # What was used meanwhile counts in its own month, when that has come.
     book.clocks.set_wall(NOW + 40 * DAY)
     assert book.refusal(alice).code == "insufficient_quota"
@@ -345,6 +340,92 @@ def test_a_request_that_was_admitted_elsewhere_is_never_refused_and_reserves() -
     assert account.tokens.value(book.clocks.clock()) == 70
 
 
+LIMITED = {
+    "id": "alice", "sha256": new_key("alice").sha256, "name": "Alice", "group": "team",
+    "limits": {"budget": "20/month", "tokens_per_day": 1000, "rpm": 5},
+}  # fmt: skip
+
+
+class Watched(Book):
+    """A book with a watch over Alice's limits, and what it has told."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        ring = KeyRing(Settings.model_validate(settings).keys)
+        self.alice = known(ring.caller("alice"))
+        self.told: list[UsedQuota] = []
+        self.away = False
+        self.watch = QuotaWatch(self, ring, self.tell)
+
+    async def tell(self, used: Sequence[UsedQuota]) -> None:
+        if self.away:
+            raise StoreUnavailable("it is away", "")
+        self.told += used
+
+    def spend(self, cost: float, tokens: int = 0) -> None:
+        self.admit(self.alice, request=answers(0)).settle(tokens, cost, self.clocks.wall())
+
+    def ask(self, tokens: int) -> None:
+        """Have a request refused that may take so many tokens."""
+        assert "quota" in self.refusal(self.alice, request=answers(tokens)).code
+
+    async def look(self) -> list[tuple[str, str, bool]]:
+        """What was told in this look: whose, which limit, and whether it is spent."""
+        before = len(self.told)
+        await self.watch.look()
+        return [(one.id, one.standing.limit, one.spent) for one in self.told[before:]]
+
+
+async def test_a_quota_is_told_once_when_it_is_nearly_used_up_and_once_when_it_is_spent() -> None:
+    watched = Watched(keys=[LIMITED])
+    watched.spend(15.9)
+    assert await watched.look() == []
+    watched.spend(0.1)
+    assert await watched.look() == [("alice", "budget", False)]
+    assert await watched.look() == []
+    assert [one.share for one in watched.watch.used] == [pytest.approx(0.8)]
+    watched.spend(4.0)
+    assert await watched.look() == [("alice", "budget", True)]
+    watched.clocks.advance(40 * DAY)
+    assert await watched.look() == []
+    assert watched.watch.used == []
+    watched.spend(17.0)
+    assert await watched.look() == [("alice", "budget", False)]
+    assert len({one.name for one in watched.told}) == 2
+    # Another amount is another quota; those of groups and of all callers are told, too.
+    watched = Watched(
+        keys=[{**LIMITED, "limits": {"budget": "18/month"}}],
+        groups={"team": {"limits": {"budget": "1/day"}}},
+        limits={"total": {"budget": "1/day"}},
+    )
+    watched.spend(17.0)
+    assert sorted(await watched.look()) == [
+        ("", "budget", True), ("alice", "budget", False), ("team", "budget", True),
+    ]  # fmt: skip
+
+
+async def test_a_quota_of_which_a_request_found_too_little_is_spent_unless_most_is_left() -> None:
+    watched = Watched(keys=[LIMITED])
+    watched.spend(0.0, 850)
+    assert await watched.look() == [("alice", "tokens_per_day", False)]
+    watched.ask(200)
+    assert await watched.look() == [("alice", "tokens_per_day", True)]
+    other = Watched(keys=[LIMITED])
+    other.spend(0.0, 500)
+    other.ask(600)
+    assert await other.look() == []
+
+
+async def test_what_the_store_did_not_take_is_told_again() -> None:
+    watched = Watched(keys=[LIMITED])
+    watched.spend(18.0)
+    watched.away = True
+    assert await watched.look() == []
+    assert len(watched.watch.used) == 1
+    watched.away = False
+    assert await watched.look() == [("alice", "budget", False)]
+
+
 def test_memory_is_bounded_however_much_is_added() -> None:
     total = SlidingSum(60.0, overestimate=True)
     for number in range(100_000):
@@ -396,13 +477,6 @@ def ask(share: FairShare, caller: str, limit: int, user: str | None = None) -> b
     return True
 
 
-def filled(limit: int, callers: Sequence[str]) -> FairShare:
-    share = FairShare()
-    for caller in callers:
-        ask(share, caller, limit)
-    return share
-
-
 @given(moves, st.integers(1, 40))
 def test_nobody_is_evicted_for_a_larger_caller(wanted: list[tuple[str, bool]], limit: int) -> None:
     share = FairShare()
@@ -411,24 +485,12 @@ def test_nobody_is_evicted_for_a_larger_caller(wanted: list[tuple[str, bool]], l
             before = dict(share.by_caller)
             own = before.get(caller, 0)
             for other in share.victims(caller, 1, soft_limit(limit)):
-                assert before[other] > own + 1
+                assert before[other] > own + 1, "it would return and evict this one"
             ask(share, caller, limit)
         elif share.held_by(caller):
             share.remove(caller, 1)
         assert share.total == sum(share.by_caller.values()) <= soft_limit(limit)
         assert all(held > 0 for held in share.by_caller.values())
-
-
-@given(st.integers(2, 60), st.sampled_from(PARTIES), st.lists(st.sampled_from(PARTIES)))
-def test_an_evicted_caller_returns_in_vain(limit: int, asker: str, others: list[str]) -> None:
-    share = filled(limit, others)
-    before = dict(share.by_caller)
-    if not ask(share, asker, limit):
-        return
-    for victim in [name for name, held in before.items() if share.held_by(name) < held]:
-        held = share.held_by(asker)
-        ask(share, victim, limit)
-        assert share.held_by(asker) == held
 
 
 @given(st.integers(8, 40), st.integers(2, 6))

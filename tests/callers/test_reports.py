@@ -1,4 +1,4 @@
-"""What a report counts, and the times and dimensions that it is asked by."""
+"""What the ledger tells: its reports, and the requests that have ended, a page at a time."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ import random
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
+import jsonschema
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import Connection, create_engine, insert, select, update
 
-from gateway.callers import reports
+from gateway.callers import ended, reports
+from gateway.callers.ended import EndedReader, parse_ended_query, rows_of_name
+from gateway.callers.keys import ApiKey
 from gateway.callers.limits import LimitBook
 from gateway.callers.money import (
     INTERVAL,
@@ -61,11 +64,13 @@ from gateway.store.failures import StoreUnavailable
 from gateway.store.schema import metadata, node_hours, revisions
 from gateway.store.store import Store
 from gateway.terms import Caller, Priority
+from tests.beside import beside
 from tests.callers.build import FlakyStore
 from tests.callers.ledger_rows import DAY, NOON, a_row, add_rows, count_rows, made_up_rows
 from tests.callers.metered_gateway import (
     ALICE,
     CHAT,
+    VIP,
     bearer,
     chat,
     metered_gateway,
@@ -73,8 +78,11 @@ from tests.callers.metered_gateway import (
     recorded,
 )
 from tests.each_case import each_case
+from tests.gateways import Running, answered, until
+from tests.known import known
 from tests.store.stores import opened
 from tests.virtual import in_virtual_time, now
+from tests.web.bare_gateway import bare_gateway, error_of
 
 MIDNIGHT = NOON - DAY / 2
 
@@ -395,17 +403,21 @@ def test_of_too_many_requests_a_shorter_time_is_told(connection: Connection) -> 
         told(connection, most_minutes=10)
 
 
-# `GET /v1/usage`: what a caller learns of itself, and nothing of others.
+# What callers learn of themselves, and nothing of others, and what operators learn of all.
 
 
-async def test_callers_see_their_own_figures_and_what_is_left(tmp_path: Path) -> None:
+PATH = "/v1/usage/requests"
+
+
+async def test_callers_see_their_own_figures_and_operators_those_of_all(tmp_path: Path) -> None:
     async with metered_gateway(tmp_path) as running:
-        for _ in range(3):
-            await chat(running, ALICE)
+        for name in ("mine-1", "mine-2", ""):
+            await chat(running, ALICE, **{"X-Request-ID": name})
+        await chat(running, VIP, **{"X-Request-ID": "theirs"})
         for user in ("bob", "eve"):
             await chat(running, CHAT, **{"X-User-Id": user})
         await chat(running)
-        await recorded(running, 6)
+        await recorded(running, 7)
         alice = await own_usage(running, ALICE)
         assert (alice["key"], alice["name"], alice["group"]) == ("alice", "Alice", "team")
         today, month = alice["today"], alice["month"]
@@ -426,68 +438,210 @@ async def test_callers_see_their_own_figures_and_what_is_left(tmp_path: Path) ->
         assert [(one["of"], one["used"]) for one in eve["limits"]] == [("user", 1)]
         anyone = await own_usage(running)
         assert (anyone["key"], anyone["today"]["requests"]) == ("anonymous:127.0.0.1", 1)
-        response = await running.client.get("/v1/usage?user=bob", headers=bearer(ALICE))
-        assert response.status_code == 400
-        assert "trust_user_headers" in response.json()["error"]["message"]
+        await own_requests(running)
+        await operators_figures(running)
+        for path, parameter in (
+            ("/v1/usage?user=bob", "user"),
+            *((f"{PATH}?{name}=x", name) for name in ("limit", "before", "since", "user")),
+        ):
+            refused = await running.client.get(path, headers=bearer(ALICE))
+            error = refused.json()["error"]
+            assert (refused.status_code, error["code"]) == (400, "invalid_request")
+            assert error["param"] == parameter
+            assert parameter != "user" or "trust_user_headers" in error["message"]
+        wrong = await running.client.get(PATH, headers={"Authorization": "Bearer lg_alice_x"})
+        assert (wrong.status_code, wrong.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert wrong.headers["www-authenticate"].startswith("Bearer")
         # None of these questions was a request.
-        assert running.gateway.ledger is not None
-        assert running.gateway.ledger.written == 6
+        assert known(running.gateway.ledger).written == 7
+        tasks = {task.get_name() for task in asyncio.all_tasks()}
+        assert {"record the hours of nodes", "sum up old usage"} <= tasks
+
+
+async def operators_figures(running: Running) -> None:
+    """Check that operators see what every key used and cost."""
+    told = await answered(running.admin, "/admin/usage?by=key")
+    rows = {row["key"]: row for row in told["rows"]}
+    asked = {key: row["requests"] for key, row in rows.items()}
+    assert asked == {"alice": 3, "vip": 1, "chat": 2, "anonymous:127.0.0.1": 1}
+    alice, vip = rows["alice"], rows["vip"]
+    for row, costs in ((alice, ("gpu_cost",)), (vip, ("gpu_cost", "cost"))):
+        price = (row["prompt_tokens"] * 1000 + row["completion_tokens"] * 2000) / 1e6
+        assert [row[name] for name in costs] == pytest.approx([price] * len(costs))
+    assert alice["slot_seconds"] > 0
+    assert told["money"]["all_gpu"]["value"] == pytest.approx(told["total"]["gpu_cost"])
+    assert set(told["money"]["tiers"]) == {"cpu", "gpu"}
+    assert told["total"]["requests"] == told["rows_found"] + 3 == 7
+    assert (alice["key_name"], vip["key_name"]) == ("Alice", "vip")
+    answer = await running.admin.get("/admin/usage?by=key&format=csv")
+    assert answer.headers["content-type"].startswith("text/csv")
+    assert answer.text.startswith("key,key_name,requests,failures,clients_left,")
+
+
+async def own_requests(running: Running) -> None:
+    """Check that callers see their own requests and no others."""
+    found = await own_usage(running, ALICE, "/requests")
+    latest, _, first = found["requests"]
+    assert (found["object"], found["next"], found["complete"]) == ("list", None, True)
+    assert (first["client_request_id"], latest["client_request_id"]) == ("mine-1", None)
+    assert (first["status"], first["outcome"], first["completion_tokens"]) == (200, "ok", 8)
+    assert 0 <= first["wait_seconds"] <= first["seconds"]
+    # Neither text nor where it ran.
+    assert not {"key", "key_name", "node", "tier", "slot_seconds"} & set(first)
+    assert "Hello" not in str(found)
+    assert "cpu-a" not in str(found)
+    document = await answered(running.admin, "/openapi.json?listener=public")
+    answer = document["paths"][PATH]["get"]["responses"]["200"]["content"]["application/json"]
+    jsonschema.validate(found, answer["schema"] | {"components": document["components"]})
+    assert set(found) == set(answer["schema"]["properties"])
+    for question, user, users in (
+        ("", "", ["eve", "bob"]), ("?user=bob", "", ["bob"]), ("", "eve", ["eve"]),
+    ):  # fmt: skip
+        headers = {"X-User-Id": user} if user else {}
+        rows = (await own_usage(running, CHAT, f"/requests{question}", **headers))["requests"]
+        assert [row["user"] for row in rows] == users
+    assert len((await own_usage(running, path="/requests"))["requests"]) == 1
+    # What an operator may filter by leads to nothing of others.
+    for question in ("?key=vip", "?key=alice&node=cpu-a", "?group=team", "?outcome=failed"):
+        rows = (await own_usage(running, VIP, f"/requests{question}"))["requests"]
+        assert [row["client_request_id"] for row in rows] == ["theirs"], question
+
+
+async def test_without_a_store_there_is_no_report_and_what_makes_no_sense_is_refused() -> None:
+    async with bare_gateway() as gateway:
+        for query in ("by=node", "format=xml", "user=bob"):
+            response = await gateway.admin.get(f"/admin/usage?{query}")
+            assert response.status_code == 400
+            assert error_of(response)["param"] == query.partition("=")[0]
+        response = await gateway.admin.get("/admin/usage")
+    assert (response.status_code, error_of(response)["code"]) == (501, "not_supported")
+    assert "retry-after" not in response.headers
+
+
+# `GET /admin/requests/ended`, and `why` of a request that only the ledger still knows.
+
+
+async def secret_chat(running: Running, key: ApiKey, **body: Any) -> str:
+    """The id of a chat of which no report may tell a word."""
+    messages = [{"role": "user", "content": "the launch code is 7391"}]
+    headers = body.pop("headers", None)
+    response = await running.chat(key, headers, messages=messages, max_tokens=8, **body)
+    assert response.status_code == 200, response.text
+    return response.headers["x-request-id"]
+
+
+async def requests(running: Running, path: str) -> Any:
+    found = await answered(running.admin, f"/admin/requests/{path}")
+    assert "launch" not in str(found)
+    return found["requests"]
+
+
+async def test_what_has_ended_is_found_with_times_and_the_name_of_its_key(tmp_path: Path) -> None:
+    async with metered_gateway(tmp_path) as running:
+        await secret_chat(running, VIP, stream=True, headers={"x-request-id": "mine"})
+        own = await secret_chat(running, ALICE)
+        await recorded(running, 2)
+        latest, first = await requests(running, "ended")
+        by_key = await requests(running, "ended?key=Alice&outcome=ok&limit=1")
+        assert await requests(running, "ended?outcome=failed") == []
+    assert (latest["id"], latest["client_request_id"]) == (own, None)
+    assert (latest["key"], latest["key_name"], latest["group"]) == ("alice", "Alice", "team")
+    assert (first["client_request_id"], first["stream"]) == ("mine", True)
+    assert first["id"] != "mine"
+    assert 0 <= first["wait_seconds"] < first["ttft_seconds"] <= first["seconds"] + 0.05
+    for one in (latest, first):
+        on_node = one["prefill_seconds"] + one["decode_seconds"]
+        assert 0 < on_node <= one["seconds"] + 0.05
+        assert one["resumptions"] == 0
+    assert [one["id"] for one in by_key] == [own]
+
+
+async def test_what_memory_has_forgotten_is_explained_by_the_ledger_if_it_knows(
+    tmp_path: Path,
+) -> None:
+    async with metered_gateway(tmp_path) as running:
+        old = a_row(
+            1, started_at=1_800_000_000.0, ended_at=1_800_000_009.5, wait_seconds=2.5,
+            ttft_seconds=4.0, prefill_seconds=1.5, decode_seconds=5.5, attempts=2, resumptions=1,
+            cached_tokens=30, client_request_id="mine",
+        )  # fmt: skip
+        older = a_row(
+            2, ended_at=1_799_000_000.0, wait_seconds=None, resumptions=None, status=0,
+            outcome="lost", client_request_id="mine",
+        )  # fmt: skip
+        store = known(running.gateway.store)
+        await store.run(lambda connection: add_rows(connection, [old, older]))
+        (by_id,) = await requests(running, "r1/why")
+        _, lost = await requests(running, "mine/why")
+        remembered = await secret_chat(running, ALICE)
+        await until(lambda: len(running.gateway.registry) == 0)
+        (live,) = await requests(running, f"{remembered}/why")
+        for name in ("nobody", "a%00b", "%ff"):
+            response = await running.admin.get(f"/admin/requests/{name}/why")
+            assert (response.status_code, error_of(response)["code"]) == (404, "request_not_found")
+            assert "nor in the ledger" in error_of(response)["message"]
+        for query in ("since=soon", "by=key"):
+            response = await running.admin.get(f"/admin/requests/ended?{query}")
+            assert response.status_code == 400
+            assert error_of(response)["param"] == query.partition("=")[0]
+    assert (by_id["from"], by_id["state"], by_id["decisions"]) == ("ledger", "finished", [])
+    assert (by_id["id"], by_id["request_id"], by_id["caller"]) == ("r1", "mine", "team-a")
+    assert (by_id["received_at"], by_id["seconds"]) == ("2027-01-15T08:00:00.000Z", 9.5)
+    assert by_id["summary"] == (
+        "The decisions about it are no longer remembered; this is what the ledger keeps. It waited "
+        "2.5 s in the queue. It ran on cpu-a, the last of 2 attempts: 1.5 s to read 70 tokens of "
+        "the prompt (30 were cached), 5.5 s to write 10. Its stream was resumed once. It was "
+        "answered after 9.5 s."
+    )
+    assert (lost["id"], lost["state"], lost["outcome"]["reason"]) == ("r2", "failed", "lost")
+    assert "how long it waited, and when its first token came" in lost["unknown"]
+    assert (live["from"], live["row"], live["unknown"]) == ("memory", None, [])
 
 
 class CountingReporter(Reporter):
-    """A reporter of a store that counts what it is asked, and takes its time."""
+    """A reporter that counts what it is asked and takes its time; what callers are told by it."""
 
-    def __init__(self, times: list[float], seconds: float = 0.0) -> None:
+    def __init__(self, seconds: float = 0.0) -> None:
         self.asked: list[ReportQuery] = []
-        self.times = times
-        self.seconds = seconds
-        self.fails = False
+        self.time, self.seconds, self.fails = 0.0, seconds, False
+        self.usage = CallerUsage(LimitBook(Settings()), self, lambda: NOON, lambda: self.time)
 
     async def read(self, query: ReportQuery) -> LedgerReport:
         self.asked.append(query)
-        self.times[0] += self.seconds
+        self.time += self.seconds
         if self.fails:
             raise StoreUnavailable("the store is away", "wait")
         group = (("m", "2027-01-15"), Sums(requests=len(self.asked)))
         return LedgerReport(query, groups=[group], total=group[1])
 
-
-def caller_usage(seconds: float = 0.0) -> tuple[CallerUsage, CountingReporter, list[float]]:
-    times = [0.0]
-    reporter = CountingReporter(times, seconds)
-    book = LimitBook(Settings())
-    return CallerUsage(book, reporter, lambda: NOON, lambda: times[0]), reporter, times
-
-
-async def caller_asked(about: CallerUsage, key: str) -> Any:
-    caller = Caller(key, key, Priority.NORMAL)
-    return await about.describe(about.book.accounts(caller), hides_cache=False)
+    async def tell(self, key: str, after: float = 0.0) -> Any:
+        self.time += after
+        caller = Caller(key, key, Priority.NORMAL)
+        return await self.usage.describe(self.usage.book.accounts(caller), hides_cache=False)
 
 
 async def test_figures_are_of_this_month_and_kept_for_seconds_for_so_many_callers() -> None:
-    about, reporter, times = caller_usage()
+    reporter = CountingReporter()
     reporter.fails = True
-    told = await caller_asked(about, "a")
+    told = await reporter.tell("a")
     assert (told["today"], told["reason"]) == (None, "the store is away")
     reporter.fails = False
     # Failures are not kept.
     for key, seconds, reads in (("a", 0.0, 2), ("a", 0.0, 2), ("a", 5.0, 3), ("b", 0.0, 4)):
-        times[0] += seconds
-        assert (await caller_asked(about, key))["today"]["requests"] == reads
+        assert (await reporter.tell(key, seconds))["today"]["requests"] == reads
     query = reporter.asked[0]
     assert query.until - query.since == 15 * 86400
     assert query.since % DAY == query.until % DAY == 0
     # Those that take long to read are kept for longer.
-    about, reporter, times = caller_usage(seconds=2.0)
+    slow = CountingReporter(seconds=2.0)
     for seconds, reads in ((0.0, 1), (39.0, 1), (2.0, 2)):
-        times[0] += seconds
-        await caller_asked(about, "a")
-        assert len(reporter.asked) == reads
-    about, reporter, _ = caller_usage()
+        await slow.tell("a", seconds)
+        assert len(slow.asked) == reads
+    reporter = CountingReporter()
     for number in (*range(MOST_KEPT + 1), MOST_KEPT):
-        await caller_asked(about, f"k{number}")
+        await reporter.tell(f"k{number}")
     assert len(reporter.asked) == MOST_KEPT + 1
-    await caller_asked(about, "k0")
+    await reporter.tell("k0")
     assert len(reporter.asked) == MOST_KEPT + 2
 
 
@@ -496,13 +650,17 @@ async def test_cached_figures_can_be_hidden_and_limits_need_no_store(tmp_path: P
         await chat(running, ALICE)
         await recorded(running, 1)
         told = await own_usage(running, ALICE)
-        for figures in (told["today"], told["month"], told["month"]["models"][0]):
-            assert (figures["requests"], figures["cached_tokens"]) == (1, None)
+        (row,) = (await own_usage(running, ALICE, "/requests"))["requests"]
+        for figures in (told["today"], told["month"], told["month"]["models"][0], row):
+            assert (figures.get("requests", 1), figures["cached_tokens"]) == (1, None)
+        assert row["prompt_tokens"] > 0
     async with metered_gateway(tmp_path, store={"url": "off"}) as running:
         await chat(running, ALICE)
         told = await own_usage(running, ALICE)
         assert (told["today"], told["month"], told["reason"]) == (None, None, NO_STORE)
         assert told["limits"][0]["used"] == 1
+        response = await running.client.get(PATH, headers=bearer(ALICE))
+        assert (response.status_code, response.json()["error"]["code"]) == (501, "not_supported")
 
 
 def in_any_order(report: LedgerReport) -> dict[str, object]:
@@ -513,7 +671,7 @@ def in_any_order(report: LedgerReport) -> dict[str, object]:
 
 async def test_every_report_is_the_same_before_and_after_retention(store: Store) -> None:
     rows = list(made_up_rows(3000, 20, random.Random(7)))
-    await store.run(lambda connection: add_rows(connection, rows))
+    fill(store, rows)
     reporter = Reporter(store)
     pairs = itertools.combinations(DIMENSIONS, 2)
     questions = [(name,) for name in DIMENSIONS] + list(pairs)
@@ -528,7 +686,7 @@ async def test_every_report_is_the_same_before_and_after_retention(store: Store)
 
 async def test_rows_that_two_processes_sum_up_count_once(store: Store, store_url: str) -> None:
     rows = list(made_up_rows(2000, 5, random.Random(3)))
-    await store.run(lambda connection: add_rows(connection, rows))
+    fill(store, rows)
 
     async def sum_up(one: Store) -> int:
         gone = 0
@@ -548,7 +706,7 @@ def retention(store: Store, settings: RetentionSettings) -> Retention:
 
 async def test_young_rows_stay_and_without_limits_all(store: Store) -> None:
     rows = [a_row(n, ended_at=NOON - 60 * n) for n in range(300)]
-    await store.run(lambda connection: add_rows(connection, rows))
+    fill(store, rows)
     unlimited = retention(store, RetentionSettings(days=0, rows=0))
     assert await unlimited.keep_within_limits() == 0
     await retention(store, RetentionSettings(days=0, rows=10)).keep_within_limits()
@@ -560,7 +718,7 @@ async def test_young_rows_stay_and_without_limits_all(store: Store) -> None:
 async def test_the_file_shrinks_when_old_rows_go(tmp_path: Path) -> None:
     with opened(f"sqlite:///{tmp_path / 'gateway.db'}") as store:
         rows = [a_row(n, ended_at=NOON - n * 200) for n in range(6000)]
-        await store.run(lambda connection: add_rows(connection, rows))
+        fill(store, rows)
 
         async def pages(pragma: str) -> int:
             return int(await store.run(lambda c: c.exec_driver_sql(pragma).scalar()) or 0)
@@ -602,7 +760,6 @@ def test_idle_time_costs_what_no_request_was_charged_and_never_less_than_nothing
         assert (told.value, reason in str(told.reason)) == (None, True)
 
 
-T = TypeVar("T")
 NODE = AliveNode("cpu-a", "cpu", 0.36)
 NEXT_MIDNIGHT = NOON + DAY / 2
 
@@ -623,27 +780,18 @@ def test_a_time_over_midnight_belongs_to_both_days_by_price(connection: Connecti
 
 
 @in_virtual_time
-async def test_the_loop_looks_once_a_minute_also_while_the_store_is_away() -> None:
-    engine = create_engine("sqlite://")
-    with engine.connect() as connection:
-        metadata.create_all(connection)
-        store = FlakyStore(connection)
-        began = now()
-        recorder = NodeHoursRecorder(
-            cast("Any", store), lambda: [NODE], lambda: NOON + now() - began
-        )
-        task = asyncio.create_task(recorder.run())
-        await asyncio.sleep(5 * INTERVAL + 1)
-        assert recorded_hours(connection)["2027-01-15"][0] == pytest.approx(5 * INTERVAL)
-        store.is_away = True
-        await asyncio.sleep(3 * INTERVAL)
-        assert recorded_hours(connection)["2027-01-15"][0] == pytest.approx(5 * INTERVAL)
-        store.is_away = False
-        await asyncio.sleep(INTERVAL)
-        assert recorded_hours(connection)["2027-01-15"][0] == pytest.approx(9 * INTERVAL)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-    engine.dispose()
+async def test_the_loop_looks_once_a_minute_also_while_the_store_is_away(
+    connection: Connection,
+) -> None:
+    store: Any = FlakyStore(connection)
+    began = now()
+    recorder = NodeHoursRecorder(store, lambda: [NODE], lambda: NOON + now() - began)
+    async with beside(recorder.run()):
+        for is_away, waits, counted in ((False, 5, 5), (True, 3, 5), (False, 1, 9)):
+            store.is_away = is_away
+            await asyncio.sleep(waits * INTERVAL + (waits == 5))
+            told = recorded_hours(connection)["2027-01-15"][0]
+            assert told == pytest.approx(counted * INTERVAL)
 
 
 def test_claims_that_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -678,3 +826,141 @@ def test_the_time_counts_in_which_any_process_looked(moves: list[tuple[int, int]
             looked[process] = time
         assert recorded_hours(connection)["2027-01-15"][0] == len(seen)
     engine.dispose()
+
+
+# Requests that have ended.
+
+
+NAMES = {"k1": "web", "k2": "web", "k3": "night"}
+
+
+def fill(store: Store, rows: list[dict[str, Any]]) -> None:
+    store.run_now(lambda connection: add_rows(connection, rows))
+
+
+def page(store: Store, given: dict[str, str], **bounds: Any) -> dict[str, Any]:
+    query = parse_ended_query(NOON + 1, given, lambda word: named(word) or [word])
+    reader = EndedReader(query, **bounds)
+    while not store.run_now(reader.step, write=False):
+        pass
+    return reader.page(NAMES.get)
+
+
+def named(name: str) -> list[str]:
+    return [id_ for id_, one in NAMES.items() if one == name]
+
+
+def ids(store: Store, **given: str) -> list[str]:
+    return [row.id for row in page(store, {"since": "30d", **given})["requests"]]
+
+
+def all_ids(store: Store, given: dict[str, str], **bounds: Any) -> list[str]:
+    found: list[str] = []
+    for _ in range(1000):
+        one = page(store, given, **bounds)
+        found += [row.id for row in one["requests"]]
+        if one["next"] is None:
+            assert one["complete"]
+            return found
+        given = {**given, "before": one["next"]}
+    raise AssertionError("the pages have no end")
+
+
+@pytest.mark.parametrize("order", ["latest", "slowest"])
+def test_pages_have_every_request_once_and_in_order(store: Store, order: str) -> None:
+    # Many of them ended at the same moment, or took as long as others.
+    rng = random.Random(5)
+    rows = [
+        a_row(n, ended_at=(at := NOON - rng.randrange(20) * 60.0), started_at=at - rng.randrange(8))
+        for n in range(200)
+    ]
+    fill(store, rows)
+
+    def rank(row: dict[str, Any]) -> tuple[float, str]:
+        seconds = row["ended_at"] - row["started_at"]
+        return (row["ended_at"] if order == "latest" else seconds), row["id"]
+
+    expected = [row["id"] for row in sorted(rows, key=rank, reverse=True)]
+    given = {"order": order, "limit": "7", "since": "1d"}
+    assert all_ids(store, given, rows_per_step=13) == expected
+    assert all_ids(store, {**given, "limit": "1000"}) == expected
+
+
+def test_a_page_that_has_looked_at_enough_ends_and_the_next_one_goes_on(store: Store) -> None:
+    rows = [a_row(number, ended_at=NOON - number, node="rare" if number > 90 else "cpu-a")
+            for number in range(100)]  # fmt: skip
+    fill(store, rows)
+    bounds = {"rows_per_step": 10, "most_examined": 30}
+    first = page(store, {"node": "rare"}, **bounds)
+    assert (first["requests"], first["complete"]) == ([], False)
+    assert first["since"] == "2027-01-15T11:59:30Z", "how far it has looked"
+    found = all_ids(store, {"node": "rare", "before": first["next"]}, **bounds)
+    assert found == [f"r{number}" for number in range(91, 100)]
+    slow = page(store, {"order": "slowest"}, **bounds)
+    assert (len(slow["requests"]), slow["complete"], slow["next"]) == (30, False, None)
+
+
+def test_filters_find_what_they_name(store: Store) -> None:
+    kinds: list[dict[str, Any]] = [
+        {"key": "k1", "group_name": "team"},
+        {"key": "k2", "user": "bob"},
+        {"key": "k3", "model": "phi"},
+        {"node": "cpu-b", "tier": "gpu"},
+        {"class_": "batch"},
+        {"status": 499, "outcome": "client_closed"},
+        {"status": 503, "outcome": "queue_timeout"},
+        {"status": 0, "outcome": "lost"},
+        {"started_at": NOON - 40},
+        {"ended_at": NOON - 20 * DAY},
+        {"ended_at": NOON - 31 * DAY},
+    ]
+    fill(store, [a_row(number, **kind) for number, kind in enumerate(kinds)])
+    assert ids(store, key="k1") == ["r0"]
+    assert ids(store, key="web") == ["r1", "r0"]
+    assert ids(store, group="team") == ["r0"]
+    assert ids(store, user="bob") == ["r1"]
+    assert ids(store, model="phi") == ["r2"]
+    assert ids(store, node="cpu-b") == ids(store, tier="gpu") == ["r3"]
+    assert ids(store, **{"class": "batch"}) == ["r4"]
+    assert ids(store, outcome="left") == ["r5"]
+    assert ids(store, outcome="failed") == ["r7", "r6"]
+    assert ids(store, outcome="queue_timeout") == ["r6"]
+    assert ids(store, outcome="ok") == ["r8", "r4", "r3", "r2", "r1", "r0", "r9"]
+    assert ids(store, slower_than="39.5") == ids(store, slower_than="1", key="team-a") == ["r8"]
+    assert ids(store, until="1d") == ["r9"]
+    assert ids(store, since="90d", until="21d") == ["r10"]
+
+
+def test_requests_are_found_by_own_id_before_the_clients_the_newest_first(store: Store) -> None:
+    rows = [a_row(n, ended_at=NOON - n, key="k1", client_request_id="r7") for n in range(1, 30)]
+    fill(store, rows)
+    find = partial(rows_of_name, name="r7")
+    found = [ended.ended_row(row, NAMES.get) for row in store.run_now(find, write=False)]
+    assert (found[0].key, found[0].key_name, found[0].client_request_id) == ("k1", "web", "r7")
+    assert (found[0].ended_at, found[0].seconds) == ("2027-01-15T11:59:53.000Z", 1.0)
+    others = [f"r{n}" for n in range(1, 30) if n != 7]
+    assert [one.id for one in found] == ["r7", *others][: ended.MOST_NAMED]
+    for name in ("nobody", "a\0b", "x" * 10_000, "\udcff"):
+        assert store.run_now(partial(rows_of_name, name=name), write=False) == []
+
+
+@each_case(
+    ("given", "parameter"),
+    [
+        ({"since": "soon"}, "since"),
+        ({"since": "1d", "until": "2d"}, "until"),
+        ({"since": "2999-01-01"}, "since"),
+        ({"order": "fastest"}, "order"),
+        ({"limit": "1001"}, "limit"),
+        ({"slower_than": "nan"}, "slower_than"),
+        ({"before": "later"}, "before"),
+        ({"before": "s1.5~r1"}, "before"),
+        ({"order": "slowest", "before": "l1.5"}, "before"),
+        ({"node": "a\0b"}, "node"),
+        ({"user": "x" * 257}, "user"),
+    ],
+)
+def test_questions_that_make_no_sense_are_refused(given: dict[str, str], parameter: str) -> None:
+    with pytest.raises(InvalidQuery) as caught:
+        parse_ended_query(NOON, given, lambda word: [word])
+    assert caught.value.parameter == parameter
