@@ -21,8 +21,7 @@ from gateway.workshop.simulate.simulation import Job, SimulatedMachine, Trace
 from tests.emulator import EmulatedNode
 from tests.emulator.language_model import WORDS
 from tests.gateways import Running, running_gateway
-from tests.stored.batch_gateway import HEADERS, key, submit
-from tests.stored.virtual_store import store_in_virtual_time
+from tests.stored.batch_gateway import HEADERS, key, store_in_virtual_time, submit
 from tests.virtual import now
 
 NUMBER = re.compile(r"#(\d+)")
