@@ -5,23 +5,27 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gateway.api import sse
+from gateway.api.json_values import JsonObject
 from gateway.api.resuming import named_event
 from gateway.app.assembly import Gateway
 from gateway.stored import response_log
-from gateway.stored.folder import Folder, FolderError
+from gateway.stored.folder import DiskThreads, Folder, FolderError
 from gateway.stored.response_events import (
     NotRepeated,
     Repetition,
     ResponseEvents,
+    queued_response,
 )
 from gateway.stored.response_log import (
+    TERMINAL_TYPES,
     Extent,
     LogBroken,
     LogEnded,
@@ -32,27 +36,44 @@ from gateway.stored.response_log import (
     event_data,
     split_events,
 )
+from gateway.stored.runner import Outcome
 from tests.emulator import EmulatedNode
 from tests.forward.proxy_over_nodes import A_FIRST, proxy_over
 from tests.gateways import running_gateway, until
 from tests.servers import start_demo_servers
-from tests.stored.batch_gateway import key
-from tests.stored.responses_over_nodes import (
-    begin,
-    check_whole,
-    finish,
-    logged,
-    now,
-    open_logs,
-    run,
-    text_of,
-)
+from tests.stored.stored_rows import to_run
 
 
 def a_folder(path: Path) -> Folder:
     folder = Folder(path / "folder", most_bytes=lambda: 1 << 30, spare_bytes=0)
     folder.open()
     return folder
+
+
+@asynccontextmanager
+async def open_logs(path: Path, most: int = 1 << 26) -> AsyncIterator[ResponseLogs]:
+    """The logs of a folder, with their loops."""
+    threads = DiskThreads()
+    logs = ResponseLogs(a_folder(path), threads, lambda: most)
+    loop = asyncio.create_task(logs.run())
+    try:
+        yield logs
+    finally:
+        loop.cancel()
+        await asyncio.gather(loop, return_exceptions=True)
+        threads.close()
+
+
+@pytest.fixture
+async def logs(tmp_path: Path) -> AsyncIterator[ResponseLogs]:
+    async with open_logs(tmp_path) as made:
+        yield made
+
+
+async def logged(logs: ResponseLogs, name: str) -> list[JsonObject]:
+    """The data of all events of a log."""
+    log = await logs.open(name)
+    return [event_data(one) async for part in log.events() for one in split_events(part)]
 
 
 def a_log(path: Path) -> tuple[Folder, str]:
@@ -121,23 +142,22 @@ def values(count: int, size: int = 3) -> list[dict[str, Any]]:
     return [{"type": "response.x", "d": "a" * size} for _ in range(count)]
 
 
-async def test_events_are_numbered_and_kept(tmp_path: Path) -> None:
-    async with open_logs(tmp_path) as logs:
-        log = await logs.create()
-        await log.append(values(2))
-        assert (log.extent.events, log.next_number) == (0, 2)
-        await log.flush()
-        assert log.extent.events == 2
+async def test_events_are_numbered_and_kept(logs: ResponseLogs) -> None:
+    log = await logs.create()
+    await log.append(values(2))
+    assert (log.extent.events, log.next_number) == (0, 2)
+    await log.flush()
+    assert log.extent.events == 2
+    await log.append(values(1))
+    await log.append([END])
+    await log.flush()
+    assert log.ended
+    assert await log.last_event() == END | {"sequence_number": 3}
+    with pytest.raises(LogEnded):
         await log.append(values(1))
-        await log.append([END])
-        await log.flush()
-        assert log.ended
-        assert await log.last_event() == END | {"sequence_number": 3}
-        with pytest.raises(LogEnded):
-            await log.append(values(1))
-        found = await logged(logs, log.name)
-        assert [value["sequence_number"] for value in found] == [0, 1, 2, 3]
-        assert [value["type"] for value in found][2:] == ["response.x", "response.completed"]
+    found = await logged(logs, log.name)
+    assert [value["sequence_number"] for value in found] == [0, 1, 2, 3]
+    assert [value["type"] for value in found][2:] == ["response.x", "response.completed"]
 
 
 async def test_a_log_has_a_limit_which_its_end_may_pass(tmp_path: Path) -> None:
@@ -151,48 +171,45 @@ async def test_a_log_has_a_limit_which_its_end_may_pass(tmp_path: Path) -> None:
         assert (log.ended, log.extent.events) == (True, 3)
 
 
-async def test_pending_bytes_are_bounded(tmp_path: Path) -> None:
-    async with open_logs(tmp_path) as logs:
-        log = await logs.create()
-        for _ in range(200):
-            await log.append(values(1, 4000))
-            waiting = log.next_number - log.extent.events
-            assert waiting * 4000 <= response_log.MOST_PENDING_BYTES + 8000
+async def test_pending_bytes_are_bounded(logs: ResponseLogs) -> None:
+    log = await logs.create()
+    for _ in range(200):
+        await log.append(values(1, 4000))
+        waiting = log.next_number - log.extent.events
+        assert waiting * 4000 <= response_log.MOST_PENDING_BYTES + 8000
 
 
-async def test_a_disk_that_fails_fails_the_log_and_no_other(tmp_path: Path) -> None:
-    async with open_logs(tmp_path) as logs:
-        broken, good = await logs.create(), await logs.create()
-        await broken.append(values(1))
+async def test_a_disk_that_fails_fails_the_log_and_no_other(logs: ResponseLogs) -> None:
+    broken, good = await logs.create(), await logs.create()
+    await broken.append(values(1))
+    await broken.flush()
+    with logs.folder.path(broken.name).open("ab") as file:
+        file.write(b"of another process")
+    await broken.append(values(1))
+    await good.append(values(1))
+    with pytest.raises(FolderError, match="another size"):
         await broken.flush()
-        with logs.folder.path(broken.name).open("ab") as file:
-            file.write(b"of another process")
+    with pytest.raises(FolderError):
         await broken.append(values(1))
-        await good.append(values(1))
-        with pytest.raises(FolderError, match="another size"):
-            await broken.flush()
-        with pytest.raises(FolderError):
-            await broken.append(values(1))
-        assert broken.broken
-        await good.flush()
-        assert good.extent.events == 1
+    assert broken.broken
+    await good.flush()
+    assert good.extent.events == 1
 
 
-async def test_a_torn_log_is_written_on_behind_its_whole_events(tmp_path: Path) -> None:
-    async with open_logs(tmp_path) as logs:
-        log = await logs.create()
-        await log.append(values(3))
-        await log.flush()
-        name = log.name
-        del log
-        await until(lambda: len(logs._open) == 0)
-        with logs.folder.path(name).open("ab") as file:
-            file.write(events(3, 1)[:-9])  # as a kill or a power cut may leave it
-        again = await logs.open(name, to_write=True)
-        assert again.next_number == 3
-        await again.append([END])
-        await again.flush()
-        assert [one["sequence_number"] for one in await logged(logs, name)] == [0, 1, 2, 3]
+async def test_a_torn_log_is_written_on_behind_its_whole_events(logs: ResponseLogs) -> None:
+    log = await logs.create()
+    await log.append(values(3))
+    await log.flush()
+    name = log.name
+    del log
+    await until(lambda: len(logs._open) == 0)
+    with logs.folder.path(name).open("ab") as file:
+        file.write(events(3, 1)[:-9])  # as a kill or a power cut may leave it
+    again = await logs.open(name, to_write=True)
+    assert again.next_number == 3
+    await again.append([END])
+    await again.flush()
+    assert [one["sequence_number"] for one in await logged(logs, name)] == [0, 1, 2, 3]
 
 
 async def test_nobody_waits_for_logs_that_have_closed(tmp_path: Path) -> None:
@@ -234,49 +251,47 @@ def numbers(data: bytes) -> list[int]:
 
 
 async def test_each_sees_all_events_once_from_any_point(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    logs: ResponseLogs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(response_log, "SILENCE_SECONDS", 600.0)  # the machine may stand still
     rng = random.Random(1)
-    async with open_logs(tmp_path) as logs:
-        log = await logs.create()
-        files, most = open_files(), 0
-        # Fifty wait for what comes last: followers that wait hold no file open.
-        readers = {asyncio.create_task(read(logs, log.name, 599)): 599 for _ in range(50)}
-        writing = asyncio.create_task(write(log, 600, rng))
-        while not writing.done():
-            most = max(most, open_files())
-            after = rng.choice([-1, 0, rng.randint(-1, 600)])
-            readers[asyncio.create_task(read(logs, log.name, after))] = after
-            await asyncio.sleep(0.02)
-        last = log.next_number - 1
-        for after in (-1, 0, last - 1, last, last + 5):
-            readers[asyncio.create_task(read(logs, log.name, after))] = after
-        whole = logs.folder.path(log.name).read_bytes()
-        for reader, after in readers.items():
-            data = await reader
-            assert numbers(data) == list(range(after + 1, last + 1))
-            assert whole.endswith(data)
-        assert most <= files + 40
-        del log
-        await until(lambda: len(logs._open) == 0)
+    log = await logs.create()
+    files, most = open_files(), 0
+    # Fifty wait for what comes last: followers that wait hold no file open.
+    readers = {asyncio.create_task(read(logs, log.name, 599)): 599 for _ in range(50)}
+    writing = asyncio.create_task(write(log, 600, rng))
+    while not writing.done():
+        most = max(most, open_files())
+        after = rng.choice([-1, 0, rng.randint(-1, 600)])
+        readers[asyncio.create_task(read(logs, log.name, after))] = after
+        await asyncio.sleep(0.02)
+    last = log.next_number - 1
+    for after in (-1, 0, last - 1, last, last + 5):
+        readers[asyncio.create_task(read(logs, log.name, after))] = after
+    whole = logs.folder.path(log.name).read_bytes()
+    for reader, after in readers.items():
+        data = await reader
+        assert numbers(data) == list(range(after + 1, last + 1))
+        assert whole.endswith(data)
+    assert most <= files + 40
+    del log
+    await until(lambda: len(logs._open) == 0)
 
 
 async def test_silence_is_broken_by_a_comment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    logs: ResponseLogs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(response_log, "SILENCE_SECONDS", 0.05)
-    async with open_logs(tmp_path) as logs:
-        log = await logs.create()
-        pieces = logs.follow(log.name, 3)
-        assert await anext(pieces) == sse.HEARTBEAT
-        await log.append([value(number) for number in range(4)])
-        assert await anext(pieces) == sse.HEARTBEAT
-        await log.append([value(4)])
-        while (piece := await anext(pieces)) == sse.HEARTBEAT:
-            pass
-        assert numbers(piece) == [4]
-        await pieces.aclose()
+    log = await logs.create()
+    pieces = logs.follow(log.name, 3)
+    assert await anext(pieces) == sse.HEARTBEAT
+    await log.append([value(number) for number in range(4)])
+    assert await anext(pieces) == sse.HEARTBEAT
+    await log.append([value(4)])
+    while (piece := await anext(pieces)) == sse.HEARTBEAT:
+        pass
+    assert numbers(piece) == [4]
+    await pieces.aclose()
 
 
 async def test_a_log_of_another_process_is_followed_too(tmp_path: Path) -> None:
@@ -291,42 +306,40 @@ async def test_a_log_of_another_process_is_followed_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_one_that_reads_nothing_holds_nobody_up(tmp_path: Path) -> None:
-    async with open_logs(tmp_path) as logs:
-        log = await logs.create()
-        slow = logs.follow(log.name)
-        await log.append([value(3)])
-        first = await anext(slow)
-        reader = asyncio.create_task(read(logs, log.name))
-        await write(log, 20_000, random.Random(2))
-        data = await reader
-        rest = [first, *[piece async for piece in slow]]
-        assert b"".join(rest) == data
-        assert max(map(len, rest)) <= 2 * response_log.READ_BYTES
+async def test_one_that_reads_nothing_holds_nobody_up(logs: ResponseLogs) -> None:
+    log = await logs.create()
+    slow = logs.follow(log.name)
+    await log.append([value(3)])
+    first = await anext(slow)
+    reader = asyncio.create_task(read(logs, log.name))
+    await write(log, 20_000, random.Random(2))
+    data = await reader
+    rest = [first, *[piece async for piece in slow]]
+    assert b"".join(rest) == data
+    assert max(map(len, rest)) <= 2 * response_log.READ_BYTES
 
 
-async def test_followers_that_can_return_are_cut_the_others_stay(tmp_path: Path) -> None:
-    async with open_logs(tmp_path) as logs:
-        log, done = await logs.create(), await logs.create()
-        await log.append([value(0)])
-        await done.append([value(0), END])
-        await done.flush()
-        cut, kept = logs.follow(log.name), logs.follow(log.name, can_return=False)
-        for pieces in (cut, kept):
-            assert numbers(await anext(pieces)) == [0]
-        ahead = logs.follow(log.name, 7)
-        waits = [asyncio.ensure_future(anext(pieces)) for pieces in (cut, kept, ahead)]
-        await until(lambda: len(log.waiters) == 3)
-        logs.cut()
-        for wait in (waits[0], waits[2]):
-            with pytest.raises(LogBroken):
-                await wait
+async def test_followers_that_can_return_are_cut_the_others_stay(logs: ResponseLogs) -> None:
+    log, done = await logs.create(), await logs.create()
+    await log.append([value(0)])
+    await done.append([value(0), END])
+    await done.flush()
+    cut, kept = logs.follow(log.name), logs.follow(log.name, can_return=False)
+    for pieces in (cut, kept):
+        assert numbers(await anext(pieces)) == [0]
+    ahead = logs.follow(log.name, 7)
+    waits = [asyncio.ensure_future(anext(pieces)) for pieces in (cut, kept, ahead)]
+    await until(lambda: len(log.waiters) == 3)
+    logs.cut()
+    for wait in (waits[0], waits[2]):
         with pytest.raises(LogBroken):
-            await read(logs, log.name, -1)
-        assert numbers(await read(logs, done.name, -1)) == [0, 1]
-        await log.append([END])
-        assert numbers(await waits[1]) == [1]
-        await kept.aclose()
+            await wait
+    with pytest.raises(LogBroken):
+        await read(logs, log.name, -1)
+    assert numbers(await read(logs, done.name, -1)) == [0, 1]
+    await log.append([END])
+    assert numbers(await waits[1]) == [1]
+    await kept.aclose()
 
 
 def a_run(*deltas: str) -> list[dict[str, Any]]:
@@ -348,6 +361,57 @@ def test_the_same_text_passes_however_it_is_cut_and_no_other() -> None:
         repetition = Repetition(a_run("one ", "te", "xt")[:seen])
         with pytest.raises(NotRepeated):
             list(map(repetition.new_part, a_run(other)))
+
+
+RESPONSE = "resp_00000000000aff"
+
+
+def a_body(**fields: Any) -> dict[str, Any]:
+    body = {"input": "say something", "temperature": 0, "max_output_tokens": 40, "stream": True}
+    return body | fields
+
+
+def now() -> float:
+    return 200.0
+
+
+async def begin(logs: ResponseLogs, **fields: Any) -> ResponseEvents:
+    response = queued_response(RESPONSE, 100.0, a_body(**fields))
+    return await ResponseEvents.create(logs, response, now)
+
+
+async def run(app: Gateway, events: ResponseEvents, **fields: Any) -> Outcome:
+    row = to_run(RESPONSE, "anonymous:127.0.0.1", "/v1/responses")
+    return await app.background.runner.run(row, json.dumps(a_body(**fields)).encode(), events)
+
+
+def text_of(values: Sequence[JsonObject]) -> str:
+    return "".join(v["delta"] for v in values if v["type"] == "response.output_text.delta")
+
+
+def check_whole(values: Sequence[JsonObject], end: str = "response.completed") -> JsonObject:
+    """Check all that clients rely on; returns the response at the end."""
+    assert [value["sequence_number"] for value in values] == list(range(len(values)))
+    assert values[0]["type"] == "response.created"
+    kinds = [value["type"] for value in values]
+    assert [kind for kind in kinds if kind in TERMINAL_TYPES] == [end], values[-1]
+    assert kinds[-1] == end
+    ids = {value["response"]["id"] for value in values if "response" in value}
+    assert ids == {values[0]["response"]["id"]}
+    items: dict[int, str] = {}
+    for value in values:
+        if value["type"] == "response.output_item.added":
+            assert value["output_index"] == len(items)
+            items[value["output_index"]] = value["item"]["id"]
+        elif "item_id" in value:
+            assert value["item_id"] == items[value["output_index"]]
+        elif "item" in value:
+            assert value["item"]["id"] == items[value["output_index"]]
+    response: JsonObject = values[-1]["response"]
+    assert [item["id"] for item in response["output"]] == list(items.values())
+    if end != "response.failed":
+        assert response["output"][-1]["content"][-1]["text"] == text_of(values)
+    return response
 
 
 _RESPONSE = {"id": "resp_n", "object": "response", "status": "in_progress"}
@@ -390,88 +454,82 @@ def node_events(count: int = 5, prefix: str = "n", *, tools: bool = False) -> by
     return b"".join(map(named_event, values))
 
 
-async def test_events_get_our_numbers_and_ids(tmp_path: Path) -> None:
-    async with open_logs(tmp_path) as logs:
-        events = await begin(logs)
-        await events.write(node_events(tools=True))
-        await events.close()
-        values = await logged(logs, events.name)
-        response: dict[str, Any] = values[-1]["response"]
-        assert [value["sequence_number"] for value in values] == list(range(len(values)))
-        assert values[-1]["type"] == "response.completed"
-        assert response["usage"]["output_tokens"] == 5
-        kinds = [value["type"].removeprefix("response.") for value in values[:4]]
-        assert kinds == ["created", "queued", "in_progress", "output_item.added"]
-        assert [values[n]["response"]["status"] for n in range(3)] == [
-            "queued", "queued", "in_progress",
-        ]  # fmt: skip
-        call = response["output"][1]
-        assert call["id"] == "fc_00000000000aff0001"
-        assert call["call_id"] == "call_00000000000aff0001"
-        assert b"msg_n" not in json.dumps(values).encode()
+async def test_events_get_our_numbers_and_ids(logs: ResponseLogs) -> None:
+    events = await begin(logs)
+    await events.write(node_events(tools=True))
+    await events.close()
+    values = await logged(logs, events.name)
+    response: dict[str, Any] = values[-1]["response"]
+    assert [value["sequence_number"] for value in values] == list(range(len(values)))
+    assert values[-1]["type"] == "response.completed"
+    assert response["usage"]["output_tokens"] == 5
+    kinds = [value["type"].removeprefix("response.") for value in values[:4]]
+    assert kinds == ["created", "queued", "in_progress", "output_item.added"]
+    assert [values[n]["response"]["status"] for n in range(3)] == [
+        "queued", "queued", "in_progress",
+    ]  # fmt: skip
+    call = response["output"][1]
+    assert call["id"] == "fc_00000000000aff0001"
+    assert call["call_id"] == "call_00000000000aff0001"
+    assert b"msg_n" not in json.dumps(values).encode()
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_any_cut_of_the_bytes_gives_the_same_log(tmp_path: Path, seed: int) -> None:
+async def test_any_cut_of_the_bytes_gives_the_same_log(logs: ResponseLogs, seed: int) -> None:
     rng = random.Random(seed)
     whole = node_events(30, tools=seed % 2 == 0)
     pieces = list(sse.split(whole))
-    async with open_logs(tmp_path) as logs:
-        found = []
-        for cuts in (0, rng.randrange(1, len(pieces))):
-            events = await begin(logs)
-            at = sorted(rng.sample(range(1, len(pieces)), cuts))
-            for start, end in zip([0, *at], [*at, len(pieces)], strict=True):
-                await events.write(b"".join(pieces[start:end]))
-                if rng.random() < 0.1:
-                    await events._log.flush()
-            await events.close()
-            found.append(logs.folder.path(events.name).read_bytes())
-        assert found[0] == found[1]
-
-
-async def test_a_cancelled_response_ends_as_failed_with_what_it_has(tmp_path: Path) -> None:
-    async with open_logs(tmp_path) as logs:
+    found = []
+    for cuts in (0, rng.randrange(1, len(pieces))):
         events = await begin(logs)
-        await events.write(b"".join(list(sse.split(node_events()))[:7]))
-        await events.cancel()
-        values = await logged(logs, events.name)
-        response = check_whole(values, "response.failed")
-        assert (response["status"], response["error"]) == ("cancelled", None)
-        assert response["output"][0]["content"][0]["text"] == text_of(values) == "w0 w1 w2 "
-        assert await events.response() == response
+        at = sorted(rng.sample(range(1, len(pieces)), cuts))
+        for start, end in zip([0, *at], [*at, len(pieces)], strict=True):
+            await events.write(b"".join(pieces[start:end]))
+            if rng.random() < 0.1:
+                await events._log.flush()
         await events.close()
+        found.append(logs.folder.path(events.name).read_bytes())
+    assert found[0] == found[1]
 
 
-async def test_of_two_that_end_a_response_that_never_ran_one_is_first(tmp_path: Path) -> None:
-    async with open_logs(tmp_path) as logs:
-        first = await begin(logs)
-        name = first.name
-        assert ((await first.response())["status"], (await first.response())["output"]) == (
-            "queued", [],
-        )  # fmt: skip
-        await first.close()
-        both = [await ResponseEvents.reopen(logs, name, now) for _ in range(2)]
-        assert [events.begun for events in both] == [None, None]
-        ends = [events.fail("server_error", "an end") for events in both]
-        await asyncio.gather(*ends)
-        for events in both:
-            await events.close()
-        kinds = [value["type"] for value in await logged(logs, name)]
-        assert kinds == ["response.created", "response.queued", "response.failed"]
+async def test_a_cancelled_response_ends_as_failed_with_what_it_has(logs: ResponseLogs) -> None:
+    events = await begin(logs)
+    await events.write(b"".join(list(sse.split(node_events()))[:7]))
+    await events.cancel()
+    values = await logged(logs, events.name)
+    response = check_whole(values, "response.failed")
+    assert (response["status"], response["error"]) == ("cancelled", None)
+    assert response["output"][0]["content"][0]["text"] == text_of(values) == "w0 w1 w2 "
+    assert await events.response() == response
+    await events.close()
+
+
+async def test_of_two_that_end_a_response_that_never_ran_one_is_first(logs: ResponseLogs) -> None:
+    first = await begin(logs)
+    name = first.name
+    assert ((await first.response())["status"], (await first.response())["output"]) == (
+        "queued", [],
+    )  # fmt: skip
+    await first.close()
+    both = [await ResponseEvents.reopen(logs, name, now) for _ in range(2)]
+    assert [events.begun for events in both] == [None, None]
+    ends = [events.fail("server_error", "an end") for events in both]
+    await asyncio.gather(*ends)
+    for events in both:
+        await events.close()
+    kinds = [value["type"] for value in await logged(logs, name)]
+    assert kinds == ["response.created", "response.queued", "response.failed"]
 
 
 async def test_an_error_event_becomes_a_failed_response(tmp_path: Path) -> None:
-    async with (
-        proxy_over(tmp_path, node := EmulatedNode(), keys=[key()]) as proxy,
-        open_logs(tmp_path) as logs,
-    ):
-        events = await begin(logs, tools=[{"type": "function", "name": "f"}])
+    node, fields = EmulatedNode(), {"tools": [{"type": "function", "name": "f"}]}
+    async with proxy_over(tmp_path, node) as proxy, open_logs(tmp_path) as logs:
+        events = await begin(logs, **fields)
         node.faults.next("reset", after_events=8)
-        outcome = await run(proxy.app, events, tools=[{"type": "function", "name": "f"}])
+        outcome = await run(proxy.app, events, **fields)
         assert outcome.failed_on_nodes
         assert not events.ended
-        await finish(events, outcome)
+        await events.finish(outcome.error_code, outcome.content)
         await events.close()
         values = await logged(logs, events.name)
         response = check_whole(values, "response.failed")
@@ -479,35 +537,28 @@ async def test_an_error_event_becomes_a_failed_response(tmp_path: Path) -> None:
         assert all("error" not in value for value in values)
 
 
-@pytest.mark.parametrize("cut", [1, 4, 9, 25])
-async def test_a_lost_run_goes_on_where_it_was(tmp_path: Path, cut: int) -> None:
-    """The process is gone after `cut` tokens: the next goes on from what was written."""
-    nodes = (EmulatedNode(), EmulatedNode())
-    async with (
-        proxy_over(tmp_path, *nodes, keys=[key()], nodes=A_FIRST) as proxy,
-        open_logs(tmp_path) as logs,
-    ):
-        whole = await begin(logs)
-        outcome = await run(proxy.app, whole)
-        await whole.close()
-        expected = text_of(await logged(logs, whole.name))
-        events = await begin(logs)
-        await cut_run(proxy.app, events, cut)
-        events = await ResponseEvents.reopen(logs, events.name, now)
-        assert events.begun is not None
-        again = await run(proxy.app, events)
-        await finish(events, again)
-        await events.close()
-        values = await logged(logs, events.name)
-        response = check_whole(values, "response.completed")
-        assert text_of(values) == expected
-        first = (await logged(logs, whole.name))[-1]["response"]
-        for name in ("input_tokens", "output_tokens", "total_tokens"):
-            assert response["usage"][name] == first["usage"][name]
-        assert response["model"] == first["model"] == "demo"
-        assert again.usage is not None
-        assert outcome.record.completion_tokens == again.record.completion_tokens
-        assert outcome.record.prompt_tokens == again.record.prompt_tokens
+async def uninterrupted(
+    app: Gateway, logs: ResponseLogs, **body: Any
+) -> tuple[list[JsonObject], Outcome]:
+    """The events of a run, and what it ended with."""
+    events = await begin(logs, **body)
+    outcome = await run(app, events, **body)
+    await events.close()
+    return await logged(logs, events.name), outcome
+
+
+async def gone_on(
+    app: Gateway, logs: ResponseLogs, cut: int, **body: Any
+) -> tuple[list[JsonObject], Outcome]:
+    """The same of a run whose process is gone after so many tokens; the next one goes on."""
+    events = await begin(logs, **body)
+    await cut_run(app, events, cut, **body)
+    events = await ResponseEvents.reopen(logs, events.name, now)
+    assert events.begun is not None
+    outcome = await run(app, events, **body)
+    await events.finish(outcome.error_code, outcome.content)
+    await events.close()
+    return await logged(logs, events.name), outcome
 
 
 async def cut_run(app: Gateway, events: ResponseEvents, tokens: int, **body: Any) -> None:
@@ -537,37 +588,34 @@ async def cut_run(app: Gateway, events: ResponseEvents, tokens: int, **body: Any
 TOOLS = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
 
 
-async def test_what_no_node_can_continue_is_run_anew_and_must_be_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("cut", "body"), [(1, {}), (4, {}), (9, {}), (25, {}), (7, {"tools": TOOLS})]
+)
+async def test_a_lost_run_goes_on_where_it_was_or_is_run_anew_to_the_same_text(
+    tmp_path: Path, cut: int, body: dict[str, Any]
+) -> None:
+    """What no node can continue, as with tools, is run anew."""
+    nodes = (EmulatedNode(), EmulatedNode())
     async with (
-        proxy_over(tmp_path, EmulatedNode(), keys=[key()]) as proxy,
+        proxy_over(tmp_path, *nodes, nodes=A_FIRST) as proxy,
         open_logs(tmp_path) as logs,
     ):
-        whole = await begin(logs)
-        await run(proxy.app, whole, tools=TOOLS)
-        await whole.close()
-        events = await begin(logs)
-        await cut_run(proxy.app, events, 7, tools=TOOLS)
-        events = await ResponseEvents.reopen(logs, events.name, now)
-        await finish(events, await run(proxy.app, events, tools=TOOLS))
-        await events.close()
-        values = await logged(logs, events.name)
-        check_whole(values, "response.completed")
-        assert text_of(values) == text_of(await logged(logs, whole.name))
+        expected, outcome = await uninterrupted(proxy.app, logs, **body)
+        values, again = await gone_on(proxy.app, logs, cut, **body)
+        response, first = check_whole(values), expected[-1]["response"]
+        assert text_of(values) == text_of(expected)
+        for name in ("input_tokens", "output_tokens", "total_tokens"):
+            assert response["usage"][name] == first["usage"][name]
+        assert response["model"] == first["model"] == "demo"
+        assert again.usage is not None
+        assert outcome.record.completion_tokens == again.record.completion_tokens
+        assert outcome.record.prompt_tokens == again.record.prompt_tokens
 
 
 async def test_what_may_come_out_otherwise_fails(tmp_path: Path) -> None:
-    async with (
-        proxy_over(tmp_path, EmulatedNode(), keys=[key()]) as proxy,
-        open_logs(tmp_path) as logs,
-    ):
-        events = await begin(logs)
-        await cut_run(proxy.app, events, 7, tools=TOOLS, temperature=1)
-        events = await ResponseEvents.reopen(logs, events.name, now)
-        outcome = await run(proxy.app, events, tools=TOOLS, temperature=1)
+    async with proxy_over(tmp_path, EmulatedNode()) as proxy, open_logs(tmp_path) as logs:
+        values, outcome = await gone_on(proxy.app, logs, 7, tools=TOOLS, temperature=1)
         assert outcome.error_code == "response_interrupted"
-        await finish(events, outcome)
-        await events.close()
-        values = await logged(logs, events.name)
         response = check_whole(values, "response.failed")
         assert response["error"]["code"] == "response_interrupted"
         assert response["output"][0]["content"][0]["text"] == text_of(values) != ""
@@ -590,24 +638,12 @@ async def test_a_real_response_goes_on_from_its_log(tmp_path: Path) -> None:
         running_gateway(tmp_path, urls, settings) as running,
         open_logs(tmp_path) as logs,
     ):
-        app = running.gateway
-        whole = await begin(logs, **STORY)
-        first = await run(app, whole, owner="anonymous:127.0.0.1", **STORY)
-        await whole.close()
-        expected = await logged(logs, whole.name)
-        check_whole(expected, "response.incomplete")
+        expected, first = await uninterrupted(running.gateway, logs, **STORY)
+        usage = check_whole(expected, "response.incomplete")["usage"]
         for cut in (1, 2, 7, 30, 101, 222, 299):
-            events = await begin(logs, **STORY)
-            await cut_run(app, events, cut, owner="anonymous:127.0.0.1", **STORY)
-            events = await ResponseEvents.reopen(logs, events.name, now)
-            assert events.begun is not None
-            again = await run(app, events, owner="anonymous:127.0.0.1", **STORY)
-            await finish(events, again)
-            await events.close()
-            values = await logged(logs, events.name)
+            values, again = await gone_on(running.gateway, logs, cut, **STORY)
             response = check_whole(values, "response.incomplete")
             assert text_of(values) == text_of(expected), f"cut after {cut} tokens"
-            usage = expected[-1]["response"]["usage"]
             assert response["usage"]["input_tokens"] == usage["input_tokens"]
             assert response["usage"]["output_tokens"] == usage["output_tokens"] == 300
             assert again.record.completion_tokens == first.record.completion_tokens == 300
