@@ -1,8 +1,8 @@
-"""Rows of background requests, in real stores."""
+"""Background requests: what they ask of the gateway, their rows in real stores, and their ends."""
 
 from __future__ import annotations
 
-import asyncio
+import json
 import os
 import time
 from contextlib import suppress
@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from sqlalchemy import Connection, update
 
@@ -19,9 +20,7 @@ from gateway.store.schema import stored_requests
 from gateway.stored import background_requests
 from gateway.stored.background_requests import (
     ORPHAN_SECONDS,
-    DeferredHead,
     add_background,
-    decode_result,
     delete_background,
     end_background,
     find_background,
@@ -29,12 +28,66 @@ from gateway.stored.background_requests import (
 )
 from gateway.stored.claims import AskedRow, RequestKind, RequestState, StoredRow, put_back
 from gateway.stored.files import kept_by
-from gateway.stored.folder import ID_FILE, job
+from gateway.stored.folder import ID_FILE
+from gateway.web.background import (
+    MOST_ECHOED_BYTES,
+    body_to_run,
+    conversation_of,
+    echoed_fields,
+    read_fields,
+    read_options,
+)
+from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
+from tests.known import known
 from tests.polling import eventually
 from tests.store.stores import opened
-from tests.stored.stored_rows import alone, limits
+from tests.stored.stored_rows import alone, do, limits
+
+
+def fields(**body: Any) -> Any:
+    return read_fields(json.dumps({"model": "m", "input": "hello", **body}).encode())
+
+
+def test_a_conversation_is_put_before_the_input_within_the_limit() -> None:
+    said = {"type": "message", "id": "msg_1", "role": "assistant", "content": []}
+    first = body_to_run(fields(), [], 1000)
+    before = conversation_of(first, {"status": "completed", "output": [said]})
+    items = json.loads(body_to_run(fields(input="go on"), before, 1000))["input"]
+    assert [item["role"] for item in items] == ["user", "assistant", "user"]
+    assert items[1] == said
+    with pytest.raises(GatewayError) as refused:
+        body_to_run(fields(input="go on"), before, 100)
+    assert (refused.value.status, refused.value.param) == (413, "previous_response_id")
+    for status in ("queued", "in_progress", "failed", "cancelled"):
+        with pytest.raises(GatewayError, match="previous response"):
+            conversation_of(b'{"input": "x"}', {"status": status, "output": []})
+
+
+@each_case(
+    "wrong",
+    [
+        {"background": "yes"},
+        {"store": 1},
+        {"previous_response_id": 5},
+        {"previous_response_id": "resp_1", "conversation": "conv_1"},
+        {"metadata": {str(n): "x" for n in range(17)}},
+        {"metadata": {"a": 1}},
+        {"background_options": {"completion_window": "1h"}},
+    ],
+)
+def test_fields_of_a_wrong_form_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(GatewayError) as refused:
+        read_options(fields(**wrong))
+    assert refused.value.status == 400
+
+
+def test_a_response_repeats_no_more_than_some_bytes_of_its_request() -> None:
+    long = "x" * MOST_ECHOED_BYTES
+    fields = read_fields(msgspec.json.encode({"tools": [long], "user": "ann", "other": 1}))
+    assert echoed_fields(fields, ("tools", "user")) == {"user": "ann"}
+
 
 KIND = RequestKind.DEFERRED
 
@@ -53,34 +106,25 @@ def test_requests_are_bounded_cancelled_once_and_deleted(tmp_path: Path) -> None
     with opened(f"sqlite:///{tmp_path}/gateway.db") as store:
         most = limits(waiting_per_key=2, waiting_bytes_per_key=100)
         for _ in range(2):
-            store.run_now(job(add_background, row(1), most))
+            do(store, add_background, row(1), most)
         with pytest.raises(GatewayError, match="1 requests of 10 bytes"):
-            store.run_now(job(add_background, row(2), limits(waiting_bytes_per_key=15)))
-        store.run_now(job(add_background, row(2), most))
+            do(store, add_background, row(2), limits(waiting_bytes_per_key=15))
+        do(store, add_background, row(2), most)
         with pytest.raises(GatewayError, match="2 requests of 20 bytes"):
-            store.run_now(job(add_background, row(3), most))
-        store.run_now(job(add_background, row(3, "k2"), most))
-        owners = store.run_now(lambda c: waiting_owners(c, "folder", 5.0))
+            do(store, add_background, row(3), most)
+        do(store, add_background, row(3, "k2"), most)
+        owners = do(store, waiting_owners, "folder", 5.0)
         assert sorted(owners) == [("k1", KIND), ("k2", KIND)]
         for _ in range(2):
-            cancelled = store.run_now(job(end_background, row(1), 5.0, also))
-            assert cancelled is not None
+            cancelled = known(do(store, end_background, row(1), 5.0, also))
             assert cancelled.state is RequestState.CANCELLED
         assert ended == [row(1).id]
-        assert store.run_now(job(end_background, row(1, "k2"), 5.0, also)) is None
+        assert do(store, end_background, row(1, "k2"), 5.0, also) is None
         for now, there in ((54.0, True), (56.0, False)):
-            find = partial(find_background, owner="k1", id_=row(1).id, kind=KIND, now=now)
-            found = store.run_now(find)
+            found = do(store, find_background, owner="k1", id_=row(1).id, kind=KIND, now=now)
             assert (found is not None) is there
         for wanted in (row(2), None):
-            gone = store.run_now(lambda c: delete_background(c, "k1", row(2).id, KIND, 5.0))
-            assert gone == wanted
-
-
-def test_a_result_is_read_as_it_was_written() -> None:
-    head = DeferredHead(200, "content-type: application/json\r\n", "req_1")
-    for content in (b"", b'{"a": 1}\n\n', b"\n"):
-        assert decode_result(head.before(content)) == (head, content)
+            assert do(store, delete_background, "k1", row(2).id, KIND, 5.0) == wanted
 
 
 DEAD = "http://127.0.0.1:9"
@@ -88,8 +132,7 @@ DEAD = "http://127.0.0.1:9"
 
 async def test_late_requests_end_and_old_ones_are_removed_with_their_files(tmp_path: Path) -> None:
     async with running_gateway(tmp_path, [DEAD], wait_ready=False) as running:
-        requests = running.gateway.background.requests
-        assert requests is not None
+        requests = known(running.gateway.background.requests)
         asked = AskedRow(RequestKind.RESPONSE, "k1", "/v1/responses", "normal")
         body, given = b'{"input": "x", "stream": true}', {"model": "m"}
         late, old = [
@@ -116,9 +159,6 @@ async def test_late_requests_end_and_old_ones_are_removed_with_their_files(tmp_p
         assert [path.name for path in folder.iterdir()] == [ID_FILE]
 
 
-BODY = {"messages": [{"role": "user", "content": "tell me a story"}], "max_tokens": 40}
-
-
 @pytest.mark.usefixtures("hurried")
 async def test_a_response_that_its_process_has_lost_and_claims_anew_has_one_run_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -129,12 +169,11 @@ async def test_a_response_that_its_process_has_lost_and_claims_anew_has_one_run_
     async with node, running_gateway(tmp_path, [node.url]) as running:
         id_ = (await running.client.post("/v1/responses", json=ask)).json()["id"]
         await until(lambda: node.busy == 1)
-        requests, ledger = running.gateway.background.requests, running.gateway.ledger
-        assert requests is not None
-        assert ledger is not None
+        requests = known(running.gateway.background.requests)
+        own = known(running.gateway.ledger).own
         # As another process does when the lease is over; its renewal may come in between.
         while node.requests < 2:
-            await requests.storage.write(put_back, ledger.own.id, [id_], 0.0)
+            await requests.storage.write(put_back, own.id, [id_], 0.0)
             with suppress(AssertionError):
                 await until(lambda: node.requests == 2, 5.0)
             assert node.busy, "the first run must not end before"
@@ -144,26 +183,22 @@ async def test_a_response_that_its_process_has_lost_and_claims_anew_has_one_run_
 
 
 async def ended(running: Running, id_: str) -> dict[str, object]:
-    async with asyncio.timeout(60):
-        while True:
-            found: dict[str, object] = (await running.client.get(f"/v1/responses/{id_}")).json()
-            if found["status"] not in {"queued", "in_progress"}:
-                return found
-            await asyncio.sleep(0.05)
+    async def look() -> dict[str, object] | None:
+        found: dict[str, object] = (await running.client.get(f"/v1/responses/{id_}")).json()
+        return None if found["status"] in {"queued", "in_progress"} else found
+
+    return await eventually(look)
 
 
 @pytest.mark.usefixtures("hurried")
 async def test_requests_of_a_key_that_keeps_as_much_as_it_may_wait_until_there_is_room(
     tmp_path: Path,
 ) -> None:
-    limits = {
-        "file_bytes": 60_000, "bytes_per_key": 60_000, "background_at_once": 1,
-    }  # fmt: skip
+    limits = {"file_bytes": 60_000, "bytes_per_key": 60_000, "background_at_once": 1}
     ask = {"input": "tell me a story", "max_output_tokens": 100, "background": True}
     node = EmulatedNode(slots=1, decode_tps=1000, answer_tokens=1000)
     async with node, running_gateway(tmp_path, [node.url], {"batches": limits}) as running:
-        api, requests = running.client, running.gateway.background.requests
-        assert requests is not None
+        api, requests = running.client, known(running.gateway.background.requests)
 
         async def keeps(size: int) -> bool | None:
             job = partial(kept_by, owner=ANONYMOUS_OWNER, now=time.time())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -39,7 +40,6 @@ from tests.stored.batch_place import (
     batch_place,
     count,
     jsonl,
-    killed,
     line,
 )
 from tests.stored.stored_rows import alone, limits
@@ -48,9 +48,8 @@ from tests.stored.stored_rows import alone, limits
 async def test_a_deleted_batch_leaves_nothing(here: BatchPlace) -> None:
     batch = await here.create([line("a"), "x"])
     await here.settle()
-    with pytest.raises(GatewayError) as refused:
-        await here.batches.delete("alice", batch.id, "openai")
-    assert (refused.value.status, refused.value.code) == (400, "batch_in_progress")
+    deletion = here.batches.delete("alice", batch.id, "openai")
+    assert await refused(deletion) == (400, "batch_in_progress")
     await here.answer()
     await here.settle()
     await here.batches.delete("alice", batch.id, "openai")
@@ -60,20 +59,39 @@ async def test_a_deleted_batch_leaves_nothing(here: BatchPlace) -> None:
     assert await here.store.run(count(files, files.c.deleted_at.is_(None))) == 1
 
 
-LINES = 4000
-READS = """
+LINES, RESULTS = 4000, 2000
+PROGRAM = """
 import asyncio, sys
 from pathlib import Path
 from tests.stored.batch_place import batch_place
 
-async def main(url, path):
+async def main(does, url, path):
     async with batch_place(url, Path(path)) as here:
-        print("reads", flush=True)
-        await here.settle()
-        print("done", flush=True)
+        print(does, flush=True)
+        if does == "reads":
+            await here.settle()
+        while await here.answer(100):
+            pass
 
 asyncio.run(main(*sys.argv[1:]))
 """
+
+
+async def killed(here: BatchPlace, does: str, table: Any, rows: int) -> None:
+    """Start a process that reads the input or runs lines, and kill it at so many rows."""
+    url = here.store.location.url.render_as_string(hide_password=False)
+    command = [sys.executable, "-c", PROGRAM, does, url, str(here.folder.location)]
+    child = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert child.stdout is not None
+        assert await child.stdout.readline()
+        async with asyncio.timeout(LIMIT):
+            while await here.store.run(count(table), write=False) < rows:
+                assert child.returncode is None, "it has ended before"
+                await asyncio.sleep(0.001)  # it needs the store, too
+    finally:
+        child.kill()
+        await child.wait()
 
 
 def broken(number: int) -> bool:
@@ -99,21 +117,21 @@ async def check_whole(here: BatchPlace, batch: Batch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 1500, 3000])
 async def test_a_killed_intake_begins_again_and_doubles_nothing(
-    store_url: str, tmp_path: Path, rows: int
+    here: BatchPlace, rows: int
 ) -> None:
-    async with batch_place(store_url, tmp_path / "kept") as here:
-        batch = await here.create(lines())
-        await killed(here, READS, [store_url, str(tmp_path / "kept")], stored_requests, rows)
-        await here.settle()
-        await check_whole(here, batch)
+    batch = await here.create(lines())
+    await killed(here, "reads", stored_requests, rows)
+    await here.settle()
+    await check_whole(here, batch)
 
 
-async def test_two_processes_may_read_the_same_input(store_url: str, tmp_path: Path) -> None:
-    async with batch_place(store_url, tmp_path / "kept") as here:
-        batch = await here.create(lines())
-        async with batch_place(store_url, tmp_path / "kept") as other:
-            await asyncio.gather(here.settle(), other.settle())
-        await check_whole(here, batch)
+async def test_two_processes_may_read_the_same_input(
+    here: BatchPlace, store_url: str, tmp_path: Path
+) -> None:
+    batch = await here.create(lines())
+    async with batch_place(store_url, tmp_path / "kept") as other:
+        await asyncio.gather(here.settle(), other.settle())
+    await check_whole(here, batch)
 
 
 async def test_an_input_that_is_gone_fails_the_batch(here: BatchPlace) -> None:
@@ -136,25 +154,24 @@ async def ran(here: BatchPlace, lines: int, **more: Any) -> Batch:
 
 
 async def test_of_two_processes_that_end_a_batch_one_has_its_files(
-    store_url: str, tmp_path: Path
+    here: BatchPlace, store_url: str, tmp_path: Path
 ) -> None:
-    async with batch_place(store_url, tmp_path / "kept") as here:
-        batch = await ran(here, 30)
-        async with batch_place(store_url, tmp_path / "kept") as other:
-            ends = [one.batches.upkeep.end(batch.id) for one in (here, other)]
-            found = await asyncio.gather(*ends)
-        assert sum(one is not None for one in found) == 1
-        ended = await here.find(batch)
-        assert (ended.completed, ended.failed) == (20, 10)
-        output, errors = await here.output(batch), await here.output(batch, errors=True)
-        assert {one["response"]["status_code"] for one in output} == {200}
-        assert {one["response"]["status_code"] for one in errors} == {502}
-        ids = [one["custom_id"] for one in output + errors]
-        assert sorted(ids) == sorted(f"c{n}" for n in range(30))
-        assert here.kept("file") == sorted(
-            str(name) for name in (ended.input_file, ended.output_file, ended.error_file)
-        )
-        assert await here.store.run(count(files)) == 3
+    batch = await ran(here, 30)
+    async with batch_place(store_url, tmp_path / "kept") as other:
+        ends = [one.batches.upkeep.end(batch.id) for one in (here, other)]
+        found = await asyncio.gather(*ends)
+    assert sum(one is not None for one in found) == 1
+    ended = await here.find(batch)
+    assert (ended.completed, ended.failed) == (20, 10)
+    output, errors = await here.output(batch), await here.output(batch, errors=True)
+    assert {one["response"]["status_code"] for one in output} == {200}
+    assert {one["response"]["status_code"] for one in errors} == {502}
+    ids = [one["custom_id"] for one in output + errors]
+    assert sorted(ids) == sorted(f"c{n}" for n in range(30))
+    assert here.kept("file") == sorted(
+        str(name) for name in (ended.input_file, ended.output_file, ended.error_file)
+    )
+    assert await here.store.run(count(files)) == 3
 
 
 async def test_a_store_that_refuses_the_end_leaves_no_file(store_url: str, tmp_path: Path) -> None:
@@ -203,12 +220,8 @@ def make_old(here: BatchPlace, name: str) -> None:
 async def test_old_files_that_no_unfinished_batch_needs_are_removed(here: BatchPlace) -> None:
     ended, runs = await here.create([line("a")]), await here.create([line("a"), line("b")])
     await here.settle()
-    task = asyncio.create_task(here.results.run())
-    rows = await here.claim()
-    for row in rows:
-        if (row.batch, row.custom_id) != (runs.id, "b"):
-            await here.results.add(row, answer(row, here.process.id))
-    task.cancel()
+    last = (runs.id, "b")
+    await here.record(row for row in await here.claim() if (row.batch, row.custom_id) != last)
     await here.settle()
     assert (await here.find(ended)).state is BatchState.COMPLETED
     orphan = await asyncio.to_thread(here.folder.open_appended, "results")
@@ -337,25 +350,6 @@ def test_other_errors_are_told_in_anthropic_s_form(
     assert error["error"]["message"].startswith(message)
 
 
-RESULTS = 2000
-RUNS = """
-import asyncio, sys
-from pathlib import Path
-from tests.stored.batch_place import answer, batch_place
-
-async def main(url, path):
-    async with batch_place(url, Path(path)) as here:
-        task = asyncio.create_task(here.results.run())
-        print("runs", flush=True)
-        while rows := await here.claim(100):
-            added = [here.results.add(r, answer(r, here.process.id)) for r in rows]
-            assert all(await asyncio.gather(*added))
-        print("done", flush=True)
-
-asyncio.run(main(*sys.argv[1:]))
-"""
-
-
 async def begun(here: BatchPlace, lines: int) -> Batch:
     batch = await here.create([line(f"c{n}") for n in range(lines)])
     await here.settle()
@@ -365,43 +359,40 @@ async def begun(here: BatchPlace, lines: int) -> Batch:
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 700, 1500])
 async def test_a_killed_process_leaves_every_result_whole_and_once(
-    store_url: str, tmp_path: Path, rows: int
+    here: BatchPlace, rows: int
 ) -> None:
-    async with batch_place(store_url, tmp_path / "kept") as here:
-        batch = await begun(here, RESULTS)
-        await killed(here, RUNS, [store_url, str(tmp_path / "kept")], usage, rows)
-        recorded = (await here.find(batch)).completed
-        assert rows <= recorded < RESULTS
+    batch = await begun(here, RESULTS)
+    await killed(here, "runs", usage, rows)
+    recorded = (await here.find(batch)).completed
+    assert rows <= recorded < RESULTS
 
-        def release(connection: Connection) -> int:
-            return release_lost(connection, here.folder.id or "", here.process, here.time[0])
+    def release(connection: Connection) -> int:
+        return release_lost(connection, here.folder.id or "", here.process, here.time[0])
 
-        await here.store.run(release)
-        assert await here.answer() == RESULTS - recorded
-        await here.settle()
-        ended = await here.find(batch)
-        assert (ended.state, ended.completed) == (BatchState.COMPLETED, RESULTS)
-        found = await here.output(batch)
-        assert [one["custom_id"] for one in found] == [f"c{n}" for n in range(RESULTS)]
-        assert all(one["response"]["body"] == {"answer to": one["custom_id"]} for one in found)
-        # Paid once.
-        assert await here.store.run(count(usage)) == RESULTS
-        assert (ended.completion_tokens, ended.cost) == (3 * RESULTS, RESULTS / 2)
+    await here.store.run(release)
+    assert await here.answer() == RESULTS - recorded
+    await here.settle()
+    ended = await here.find(batch)
+    assert (ended.state, ended.completed) == (BatchState.COMPLETED, RESULTS)
+    found = await here.output(batch)
+    assert [one["custom_id"] for one in found] == [f"c{n}" for n in range(RESULTS)]
+    assert all(one["response"]["body"] == {"answer to": one["custom_id"]} for one in found)
+    # Paid once.
+    assert await here.store.run(count(usage)) == RESULTS
+    assert (ended.completion_tokens, ended.cost) == (5 * RESULTS, RESULTS / 4)
 
 
 async def test_a_result_that_nobody_wants_any_more_is_not_recorded(here: BatchPlace) -> None:
     batch = await begun(here, 2)
-    task = asyncio.create_task(here.results.run())
     first, second = await here.claim()
-    assert await here.results.add(first, answer(first, here.process.id))
+    assert await here.record([first]) == [True]
     await here.batches.cancel(batch.owner, batch.id, batch.api)
 
     def end(connection: Connection) -> None:
         put_back(connection, here.process.id, [second.id], here.time[0])
 
     await here.store.run(end)
-    assert not await here.results.add(second, answer(second, here.process.id))
-    task.cancel()
+    assert await here.record([second]) == [False]
     await here.settle()
     ended = await here.find(batch)
     assert (ended.state, ended.completed, ended.cancelled) == (BatchState.CANCELLED, 1, 1)
@@ -435,7 +426,7 @@ async def test_what_may_have_been_recorded_is_recorded_once(here: BatchPlace) ->
     await here.results.close(LIMIT)
     assert all(await asyncio.gather(*added))
     found = await here.find(batch)
-    assert (found.completed, found.cost) == (5, 2.5)
+    assert (found.completed, found.cost) == (5, 1.25)
     assert await here.store.run(count(usage)) == 5
 
 
@@ -482,10 +473,15 @@ async def ids(here: BatchPlace, owner: str = "alice") -> list[str]:
     return [file.id for file in page.files]
 
 
-async def refused(asked: Any) -> tuple[int, str]:
+async def refusal(asked: Any) -> GatewayError:
     with pytest.raises(GatewayError) as error:
         await asked
-    return error.value.status, error.value.code
+    return error.value
+
+
+async def refused(asked: Any) -> tuple[int, str]:
+    error = await refusal(asked)
+    return error.status, error.code
 
 
 async def test_an_expired_file_is_gone_at_once_and_its_bytes_soon(
@@ -563,12 +559,6 @@ def on_disk(here: BatchPlace) -> int:
                if not path.name.endswith(ID_FILE))  # fmt: skip
 
 
-async def refusal_of(asked: Any) -> GatewayError:
-    with pytest.raises(GatewayError) as error:
-        await asked
-    return error.value
-
-
 async def messages(here: BatchPlace, lines: int, *, owner: str = "alice", **more: Any) -> Batch:
     """A message batch with a body of its own."""
     new = await here.batches.new_requests()
@@ -583,16 +573,17 @@ async def messages(here: BatchPlace, lines: int, *, owner: str = "alice", **more
 
 async def test_the_rows_say_what_the_folder_holds_at_every_step(here: BatchPlace) -> None:
     seen = [(await kept(here), on_disk(here))]
-    await here.upload(b"x" * 700, purpose="user_data")
-    seen.append((await kept(here), on_disk(here)))
-    of_messages = await messages(here, 3)
-    seen.append((await kept(here), on_disk(here)))
-    of_lines = await here.create([line("a"), line("b"), "broken"])
-    seen.append((await kept(here), on_disk(here)))
-    await here.settle()
-    seen.append((await kept(here), on_disk(here)))
-    assert await here.answer(2, content=b'"%b"' % (b"x" * 300)) == 2
-    seen.append((await kept(here), on_disk(here)))
+    made: list[Any] = []
+    for step in (
+        here.upload(b"x" * 700, purpose="user_data"),
+        messages(here, 3),
+        here.create([line("a"), line("b"), "broken"]),
+        here.settle(),
+        here.answer(2, content=b'"%b"' % (b"x" * 300)),
+    ):
+        made.append(await step)
+        seen.append((await kept(here), on_disk(here)))
+    _, of_messages, of_lines, _, _ = made
     assert all(counted == held for counted, held in seen), seen
     assert sorted(seen) == seen
     assert len({counted for counted, _ in seen}) == len(seen)
@@ -632,7 +623,7 @@ async def test_a_key_at_its_bound_gets_429_for_everything_and_others_do_not(
             here.batches.create(NewBatch(**given, input_file=input_file)),
             here.batches.check_room("alice", 0),
         ):
-            error = await refusal_of(asked)
+            error = await refusal(asked)
             assert (error.status, error.code, error.retryable) == (429, "insufficient_quota", False)
             assert "2000 bytes ('batches.bytes_per_key'): delete" in error.message
         assert here.kept("requests") == []
@@ -649,13 +640,9 @@ async def test_batches_of_a_full_key_pause_and_lose_nothing_until_there_is_room(
         room = await here.upload(b"x" * 6 * KB, purpose="user_data")
         await here.settle()
         # Its results bring the key to its bound; those that ran meanwhile are recorded.
-        task = asyncio.create_task(here.results.run())
         for row in await here.claim(3):
-            content = b'"%b"' % (b"x" * 2 * KB)
-            done = answer(row, here.process.id, content=content)
-            assert await here.results.add(row, done)
+            assert await here.record([row], content=b'"%b"' % (b"x" * 2 * KB)) == [True]
             await here.batches.upkeep.round()
-        task.cancel()
         paused = await here.find(batch)
         assert (paused.pause_reason, paused.completed) == ("key_storage_full", 3)
         assert here.batches.upkeep.full_owners == {"alice"}
