@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import stat
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -142,35 +141,3 @@ def test_only_the_stores_thread_acts_as_the_owner(strangers_folder: Path, tmp_pa
     (tmp_path / "ours").touch()
     assert (strangers_folder / "theirs").stat().st_uid == NOBODY
     assert (tmp_path / "ours").stat().st_uid == 0
-
-
-KILLED = """
-import itertools, sys
-from pathlib import Path
-from gateway.store.database import locate_store
-from gateway.store.store import Store
-from tests.store.stores import add
-store = Store(locate_store(sys.argv[1], Path("unused")))
-store.start()
-for number in itertools.count():
-    store.run_now(add(f"{sys.argv[2]}-{number:06}"))
-    print(number, flush=True)
-"""
-
-
-@pytest.mark.smoke
-@pytest.mark.slow
-def test_what_was_committed_outlives_a_kill(store_url: str) -> None:
-    for run in range(3):
-        command = [sys.executable, "-c", KILLED, store_url, str(run)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            told = []
-            for line in process.stdout:
-                told.append(int(line))
-                if len(told) == 50:
-                    process.kill()
-        with opened(store_url) as store:
-            kept = [int(name.split("-")[1]) for name in store.run_now(names) if name[0] == str(run)]
-        # The one that was under way may have been committed.
-        assert kept in (told, [*told, told[-1] + 1])

@@ -29,6 +29,19 @@ class Blocker:
         self.go_on.wait(LIMIT)
 
 
+@contextlib.asynccontextmanager
+async def blocked(store: Store) -> AsyncIterator[None]:
+    """A job of the store goes on inside this context."""
+    block = Blocker()
+    job = asyncio.create_task(store.run(block))
+    await asyncio.to_thread(block.begun.wait, LIMIT)
+    try:
+        yield
+    finally:
+        block.go_on.set()
+        await job
+
+
 def add_and_fail(connection: Connection) -> None:
     add("half")(connection)
     raise LookupError("the job's own")
@@ -90,39 +103,28 @@ async def test_a_cancellation_that_comes_with_the_result_is_obeyed(store_url: st
 
 
 async def test_the_queue_is_bounded_and_says_so(store_url: str) -> None:
-    block = Blocker()
     with opened(store_url, most_jobs=3) as store:
-        try:
-            blocked = asyncio.create_task(store.run(block))
-            await asyncio.to_thread(block.begun.wait, LIMIT)
+        async with blocked(store):
             waiting = [asyncio.create_task(store.run(add(str(number)))) for number in range(3)]
             await asyncio.sleep(0)
             assert store.status().waiting == 3
             with pytest.raises(StoreUnavailable, match="3 jobs wait"):
                 await store.run(add("too much"))
-        finally:
-            block.go_on.set()
-        await asyncio.gather(blocked, *waiting)
+        await asyncio.gather(*waiting)
         assert await store.run(names) == ["0", "1", "2"]
 
 
 async def test_a_job_whose_caller_has_given_up_before_it_began_is_never_done(
     store_url: str,
 ) -> None:
-    block = Blocker()
     with opened(store_url) as store:
-        try:
-            blocked = asyncio.create_task(store.run(block))
-            await asyncio.to_thread(block.begun.wait, LIMIT)
+        async with blocked(store):
             with pytest.raises(StoreUnavailable, match="does not answer"):
                 await store.run(add("late"), seconds=0.05)
             cancelled = asyncio.create_task(store.run(add("cancelled")))
             await asyncio.sleep(0)
             cancelled.cancel()
             await asyncio.wait([cancelled])
-        finally:
-            block.go_on.set()
-        await blocked
         assert await store.run(names) == []
 
 
