@@ -9,7 +9,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,10 @@ import pytest
 
 from gateway.events import AttemptEnded
 from gateway.forward.context import MOST_UNLOADED
-from gateway.nodes.node import Node
 from tests.emulator.router import UNLOAD_GRACE, EmulatedRouter
-from tests.forward.proxy_over_nodes import BODIES, GENERATION_PATHS, MESSAGES, Stream
+from tests.forward.proxy_over_nodes import GENERATION_PATHS, MESSAGES, ProxyOverNodes
 from tests.forward.test_resume import PATHS, asked_of, check_whole
-from tests.gateways import Running, running_gateway, until
+from tests.gateways import running_gateway, until
 from tests.polling import eventually
 from tests.servers import DemoServer
 from tests.virtual import in_virtual_time, now
@@ -48,28 +47,14 @@ BY_HAND: dict[str, Any] = {
 
 
 @dataclass(slots=True)
-class RoutedModels:
+class RoutedModels(ProxyOverNodes):
     """The gateway and its routers, `r1` and so on."""
 
-    running: Running
-    routers: tuple[Router, ...]
-    _attempts: list[AttemptEnded] = field(default_factory=list)
-
-    @property
-    def outcomes(self) -> list[tuple[str, str]]:
-        self.running.gateway.bus.flush()
-        return [(attempt.node, attempt.outcome) for attempt in self._attempts]
-
-    def forget_attempts(self) -> None:
-        self.running.gateway.bus.flush()
-        self._attempts.clear()
-
-    def node(self, name: str) -> Node:
-        return self.running.gateway.fleet.nodes[name]
+    routers: tuple[Router, ...] = ()
 
     def may_work(self, name: str) -> bool:
         """Whether this instance is known, loaded and takes work."""
-        node = self.running.gateway.fleet.nodes.get(name)
+        node = self.app.fleet.nodes.get(name)
         return (
             node is not None
             and node.probe_history.discovered_at is not None
@@ -80,22 +65,15 @@ class RoutedModels:
         """Load this model by the router's own API, and wait until the gateway knows."""
         router, _, model = name.partition("/")
         await command(self.routers[int(router[1:]) - 1], "load", model)
-        await self.running.gateway.fleet.probe(router)
+        await self.app.fleet.probe(router)
         await until(lambda: self.may_work(name))
-
-    async def ask(self, path: str, **body: Any) -> httpx.Response:
-        return await self.running.client.post(path, json={**BODIES.get(path, {}), **body})
-
-    async def stream(self, path: str, **body: Any) -> Stream:
-        reply = await self.ask(path, stream=True, **body)
-        return Stream(reply.status_code, reply.headers, reply.content)
 
     async def busy(self, limit: float = 30.0) -> str:
         """The instance that has a request, once its response has begun."""
         busy: list[str] = []
 
         def look() -> bool:
-            attempts = [one.attempt for one in self.running.gateway.registry]
+            attempts = [one.attempt for one in self.app.registry]
             busy.extend(one.lease.node.name for one in attempts if one and one.content_events > 4)
             return bool(busy)
 
@@ -122,8 +100,8 @@ async def routed_models(
         running = await stack.enter_async_context(
             running_gateway(folder, specs, {**BY_HAND, **settings})
         )
-        found = RoutedModels(running, routers)
-        running.gateway.bus.subscribe(AttemptEnded, found._attempts.append)
+        found = RoutedModels(running, {}, routers=routers)
+        running.gateway.bus.subscribe(AttemptEnded, found.attempts.append)
         for name in loaded:
             await found.load(name)
         yield found
@@ -165,7 +143,7 @@ async def test_each_request_names_the_model_and_loads_nothing(tmp_path: Path, pa
     [router] = routers(1)
     aliases = {"models": {"gpt": {"use": "a"}}, "default_model": "a"}
     async with routed_models(tmp_path, router, loaded=["r1/a"], **aliases) as models:
-        few = {"max_tokens": 2} if path in GENERATION_PATHS else {}
+        few: dict[str, Any] = {"max_tokens": 2} if path in GENERATION_PATHS else {}
         for name in ("a", "gpt", None):
             named = {} if name is None else {"model": name}
             reply = await models.ask(path, **{**COUNTS.get(path, {}), **few, **named})
@@ -182,7 +160,7 @@ async def test_a_stream_goes_on_on_another_router_unchanged(tmp_path: Path, path
     async with routed_models(tmp_path, *routers(), loaded=[*BOTH, "r1/b", "r2/b"]) as models:
         body = {"model": "a", "ignore_eos": True, **asked_of(path, 60)}
         whole = await models.stream(path, **body)
-        models.forget_attempts()
+        models.attempts.clear()
         asked = asyncio.create_task(models.stream(path, **body))
         lost = await models.busy()
         await server_of(models, lost).kill_model("a")
@@ -203,7 +181,7 @@ async def test_the_model_is_loaded_for_a_stream_that_goes_on(tmp_path: Path, cou
     ) as models:
         body = {"model": "a", "ignore_eos": True, **asked_of(CHAT, 60)}
         whole = await models.stream(CHAT, **body)
-        models.forget_attempts()
+        models.attempts.clear()
         asked = asyncio.create_task(models.stream(CHAT, **body))
         assert await models.busy() == "r1/a"
         await several[0].kill_model("a")

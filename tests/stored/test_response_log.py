@@ -32,7 +32,6 @@ from gateway.stored.response_log import (
     LogFull,
     ResponseLog,
     ResponseLogs,
-    Write,
     event_data,
     split_events,
 )
@@ -76,38 +75,23 @@ async def logged(logs: ResponseLogs, name: str) -> list[JsonObject]:
     return [event_data(one) async for part in log.events() for one in split_events(part)]
 
 
+END: dict[str, Any] = {"type": "response.completed", "response": {}}
+
+
+def values(count: int, size: int = 3) -> list[dict[str, Any]]:
+    return [{"type": "response.x", "d": "a" * size} for _ in range(count)]
+
+
 def a_log(path: Path) -> tuple[Folder, str]:
     """The folder and the name of a new log."""
     folder = a_folder(path)
     return folder, response_log.create_log(folder)
 
 
-def events(first: int, count: int, size: int = 10, last: str = "x") -> bytes:
-    kinds = ["x"] * (count - 1) + [last]
-    return b"".join(
-        named_event({"type": f"response.{kind}", "sequence_number": first + at, "d": "a" * size})
-        for at, kind in enumerate(kinds)
-    )
-
-
-def put(folder: Folder, name: str, parts: Sequence[bytes]) -> Extent:
-    extent = Extent()
-    for part in parts:
-        response_log.write_log(folder, Write(name, extent.size, part))
-        extent = extent.grown(part)
-    return extent
-
-
-def test_a_scan_finds_what_was_written(tmp_path: Path) -> None:
-    folder, name = a_log(tmp_path)
-    assert response_log.scan_log(folder, name) == Extent()
-    parts = [events(0, 3), events(3, 2000, 100), events(2003, 1, 600_000), events(2004, 2)]
-    extent = put(folder, name, [*parts, events(2006, 1, last="completed")])
-    found = response_log.scan_log(folder, name)
-    assert (found.events, found.size, found.ended) == (2007, extent.size, True)
-    assert found.last_offset == extent.last_offset
-    path = folder.path(name)
-    assert path.stat().st_mode & 0o777 == 0o600
+def events(first: int, count: int) -> bytes:
+    kind = {"type": "response.x"}
+    numbered = [kind | {"sequence_number": first + at, "d": "a" * 10} for at in range(count)]
+    return b"".join(map(named_event, numbered))
 
 
 def test_whatever_is_torn_off_the_whole_events_before_it_stay(tmp_path: Path) -> None:
@@ -135,29 +119,33 @@ def test_what_is_no_next_event_or_comment_of_one_ends_the_log(
     assert (log.events, log.size) == (found, len(events(0, 3) if found == 3 else whole))
 
 
-END: dict[str, Any] = {"type": "response.completed", "response": {}}
-
-
-def values(count: int, size: int = 3) -> list[dict[str, Any]]:
-    return [{"type": "response.x", "d": "a" * size} for _ in range(count)]
-
-
-async def test_events_are_numbered_and_kept(logs: ResponseLogs) -> None:
+async def a_log_with(logs: ResponseLogs, events: list[dict[str, Any]]) -> ResponseLog:
+    """A new log whose events are on the disk."""
     log = await logs.create()
+    await log.append(events)
+    await log.flush()
+    return log
+
+
+async def test_events_are_numbered_and_found_again(logs: ResponseLogs) -> None:
+    log = await logs.create()
+    assert response_log.scan_log(logs.folder, log.name) == Extent()
     await log.append(values(2))
     assert (log.extent.events, log.next_number) == (0, 2)
     await log.flush()
     assert log.extent.events == 2
-    await log.append(values(1))
-    await log.append([END])
+    for some in (values(2000, 100), values(1, 600_000), [END]):
+        await log.append(some)
     await log.flush()
     assert log.ended
-    assert await log.last_event() == END | {"sequence_number": 3}
+    assert await log.last_event() == END | {"sequence_number": 2003}
     with pytest.raises(LogEnded):
         await log.append(values(1))
     found = await logged(logs, log.name)
-    assert [value["sequence_number"] for value in found] == [0, 1, 2, 3]
-    assert [value["type"] for value in found][2:] == ["response.x", "response.completed"]
+    assert [value["sequence_number"] for value in found] == list(range(2004))
+    assert [value["type"] for value in found][-2:] == ["response.x", "response.completed"]
+    assert response_log.scan_log(logs.folder, log.name) == log.extent
+    assert logs.folder.path(log.name).stat().st_mode & 0o777 == 0o600
 
 
 async def test_a_log_has_a_limit_which_its_end_may_pass(tmp_path: Path) -> None:
@@ -180,9 +168,7 @@ async def test_pending_bytes_are_bounded(logs: ResponseLogs) -> None:
 
 
 async def test_a_disk_that_fails_fails_the_log_and_no_other(logs: ResponseLogs) -> None:
-    broken, good = await logs.create(), await logs.create()
-    await broken.append(values(1))
-    await broken.flush()
+    broken, good = await a_log_with(logs, values(1)), await logs.create()
     with logs.folder.path(broken.name).open("ab") as file:
         file.write(b"of another process")
     await broken.append(values(1))
@@ -197,11 +183,7 @@ async def test_a_disk_that_fails_fails_the_log_and_no_other(logs: ResponseLogs) 
 
 
 async def test_a_torn_log_is_written_on_behind_its_whole_events(logs: ResponseLogs) -> None:
-    log = await logs.create()
-    await log.append(values(3))
-    await log.flush()
-    name = log.name
-    del log
+    name = (await a_log_with(logs, values(3))).name
     await until(lambda: len(logs._open) == 0)
     with logs.folder.path(name).open("ab") as file:
         file.write(events(3, 1)[:-9])  # as a kill or a power cut may leave it
@@ -223,15 +205,10 @@ async def test_nobody_waits_for_logs_that_have_closed(tmp_path: Path) -> None:
             await log.flush()
 
 
-def value(number: int) -> dict[str, Any]:
-    return {"type": "response.output_text.delta", "delta": f"{number} " * (number % 5)}
-
-
 async def write(log: ResponseLog, count: int, rng: random.Random) -> None:
     """Write so many events and the end, in groups and with pauses."""
     while log.next_number < count:
-        group = rng.randint(1, 9)
-        await log.append([value(log.next_number + at) for at in range(group)])
+        await log.append(values(rng.randint(1, 9), 2 * (log.next_number % 5)))
         if rng.random() < 0.3:
             await asyncio.sleep(rng.random() * 0.02)
     await log.append([END])
@@ -285,9 +262,9 @@ async def test_silence_is_broken_by_a_comment(
     log = await logs.create()
     pieces = logs.follow(log.name, 3)
     assert await anext(pieces) == sse.HEARTBEAT
-    await log.append([value(number) for number in range(4)])
+    await log.append(values(4))
     assert await anext(pieces) == sse.HEARTBEAT
-    await log.append([value(4)])
+    await log.append(values(1))
     while (piece := await anext(pieces)) == sse.HEARTBEAT:
         pass
     assert numbers(piece) == [4]
@@ -296,9 +273,7 @@ async def test_silence_is_broken_by_a_comment(
 
 async def test_a_log_of_another_process_is_followed_too(tmp_path: Path) -> None:
     async with open_logs(tmp_path) as ours, open_logs(tmp_path) as theirs:
-        log = await theirs.create()
-        await log.append([value(0)])
-        await log.flush()
+        log = await a_log_with(theirs, values(1))
         reader = asyncio.create_task(read(ours, log.name))
         await write(log, 200, random.Random(1))
         data = await reader
@@ -309,7 +284,7 @@ async def test_a_log_of_another_process_is_followed_too(tmp_path: Path) -> None:
 async def test_one_that_reads_nothing_holds_nobody_up(logs: ResponseLogs) -> None:
     log = await logs.create()
     slow = logs.follow(log.name)
-    await log.append([value(3)])
+    await log.append(values(1))
     first = await anext(slow)
     reader = asyncio.create_task(read(logs, log.name))
     await write(log, 20_000, random.Random(2))
@@ -320,10 +295,8 @@ async def test_one_that_reads_nothing_holds_nobody_up(logs: ResponseLogs) -> Non
 
 
 async def test_followers_that_can_return_are_cut_the_others_stay(logs: ResponseLogs) -> None:
-    log, done = await logs.create(), await logs.create()
-    await log.append([value(0)])
-    await done.append([value(0), END])
-    await done.flush()
+    log, done = await logs.create(), await a_log_with(logs, [*values(1), END])
+    await log.append(values(1))
     cut, kept = logs.follow(log.name), logs.follow(log.name, can_return=False)
     for pieces in (cut, kept):
         assert numbers(await anext(pieces)) == [0]

@@ -221,7 +221,11 @@ class Sending:
         self.sender.wake()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        await until(lambda: self.bus.flush() or condition(), LIMIT)
+        def holds() -> bool:
+            self.bus.flush()
+            return condition()
+
+        await until(holds, LIMIT)
 
     async def row(self) -> Any:
         return await self.store.run(lambda c: c.execute(select(rows)).one(), write=False)
