@@ -22,8 +22,6 @@ from tests.emulator.router import UNLOAD_GRACE, EmulatedRouter
 from tests.forward.proxy_over_nodes import GENERATION_PATHS, MESSAGES, ProxyOverNodes
 from tests.forward.test_resume import PATHS, asked_of, check_whole
 from tests.gateways import running_gateway, until
-from tests.polling import eventually
-from tests.servers import DemoServer
 from tests.virtual import in_virtual_time, now
 
 CHAT = "/v1/chat/completions"
@@ -36,8 +34,6 @@ COUNTS: dict[str, dict[str, Any]] = {
 }
 BOTH = ("r1/a", "r2/a")
 
-
-Router = EmulatedRouter | DemoServer
 BY_HAND: dict[str, Any] = {
     "model_placement": {"commands": False},
     "retries": {"backoff": 0.01, "backoff_max": 0.05},
@@ -50,7 +46,10 @@ BY_HAND: dict[str, Any] = {
 class RoutedModels(ProxyOverNodes):
     """The gateway and its routers, `r1` and so on."""
 
-    routers: tuple[Router, ...] = ()
+    routers: tuple[EmulatedRouter, ...] = ()
+
+    def router_of(self, instance: str) -> EmulatedRouter:
+        return self.routers[int(instance[1]) - 1]
 
     def may_work(self, name: str) -> bool:
         """Whether this instance is known, loaded and takes work."""
@@ -64,7 +63,7 @@ class RoutedModels(ProxyOverNodes):
     async def load(self, name: str) -> None:
         """Load this model by the router's own API, and wait until the gateway knows."""
         router, _, model = name.partition("/")
-        await command(self.routers[int(router[1:]) - 1], "load", model)
+        await command(self.router_of(name), "load", model)
         await self.app.fleet.probe(router)
         await until(lambda: self.may_work(name))
 
@@ -83,7 +82,7 @@ class RoutedModels(ProxyOverNodes):
 
 @asynccontextmanager
 async def routed_models(
-    folder: Path, *routers: Router, loaded: Iterable[str] = ("r1/a", "r2/a"), **settings: Any
+    folder: Path, *routers: EmulatedRouter, loaded: Iterable[str] = BOTH, **settings: Any
 ) -> AsyncIterator[RoutedModels]:
     """A gateway over these routers, of which these instances are loaded.
 
@@ -91,8 +90,7 @@ async def routed_models(
     """
     async with AsyncExitStack() as stack:
         for router in routers:
-            if isinstance(router, EmulatedRouter):
-                await stack.enter_async_context(router)
+            await stack.enter_async_context(router)
         specs = [
             {"name": f"r{number}", "url": router.url, "host": f"r{number}"}
             for number, router in enumerate(routers, 1)
@@ -110,31 +108,16 @@ async def routed_models(
     assert "Traceback" not in log, log
 
 
-async def command(router: Router, verb: str, model: str) -> None:
-    wanted = {"load": "loaded", "unload": "unloaded"}[verb]
+async def command(router: EmulatedRouter, verb: str, model: str) -> None:
     async with httpx.AsyncClient(base_url=router.url, trust_env=False) as client:
-
-        async def done() -> bool | None:
-            listed = (await client.get("/v1/models")).json()["data"]
-            status = next(one["status"] for one in listed if one["id"] == model)
-            return status["value"] == wanted or None
-
-        if await done() is None:
-            reply = await client.post(f"/models/{verb}", json={"model": model})
-            assert reply.status_code == 200, reply.text
-            await asyncio.sleep(0)
-        await eventually(done)
+        reply = await client.post(f"/models/{verb}", json={"model": model})
+    assert reply.status_code == 200, reply.text
+    await until(lambda: router.models[model].state == f"{verb}ed")
 
 
 def routers(count: int = 2, **options: Any) -> list[EmulatedRouter]:
     options = {"models_max": 0, "slots": 2, "decode_tps": 50, **options}
     return [EmulatedRouter(["a", "b"], **options) for _ in range(count)]
-
-
-def server_of(models: RoutedModels, instance: str) -> EmulatedRouter:
-    found = models.routers[int(instance[1]) - 1]
-    assert isinstance(found, EmulatedRouter)
-    return found
 
 
 @pytest.mark.parametrize("path", [*GENERATION_PATHS, *COUNTS])
@@ -145,7 +128,7 @@ async def test_each_request_names_the_model_and_loads_nothing(tmp_path: Path, pa
     async with routed_models(tmp_path, router, loaded=["r1/a"], **aliases) as models:
         few: dict[str, Any] = {"max_tokens": 2} if path in GENERATION_PATHS else {}
         for name in ("a", "gpt", None):
-            named = {} if name is None else {"model": name}
+            named: dict[str, Any] = {} if name is None else {"model": name}
             reply = await models.ask(path, **{**COUNTS.get(path, {}), **few, **named})
             assert reply.status_code == 200, reply.text
         assert router.models["b"].state == "unloaded"
@@ -163,7 +146,7 @@ async def test_a_stream_goes_on_on_another_router_unchanged(tmp_path: Path, path
         models.attempts.clear()
         asked = asyncio.create_task(models.stream(path, **body))
         lost = await models.busy()
-        await server_of(models, lost).kill_model("a")
+        await models.router_of(lost).kill_model("a")
         check_whole(path, await asked, whole)
         other = BOTH[lost == BOTH[0]]
         assert models.outcomes == [(lost, "reset"), (other, "ok")]
@@ -234,7 +217,7 @@ async def test_a_request_that_finds_its_model_not_loaded_goes_elsewhere_and_nobo
     tmp_path: Path, answer: dict[str, Any]
 ) -> None:
     async with routed_models(tmp_path, *routers(), retries={"attempts": 1}) as models:
-        server_of(models, "r1/a").models["a"].node.faults.set("status", **answer)
+        models.router_of("r1/a").models["a"].node.faults.set("status", **answer)
         replies = [await models.ask(CHAT, model="a", max_tokens=2) for _ in range(3)]
         assert [reply.status_code for reply in replies] == [200] * 3
         assert set(models.outcomes) == {("r1/a", "not_loaded"), ("r2/a", "ok")}

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +55,6 @@ def comes_back(store: Store) -> None:
     status = store.status()
     assert (status.error, status.remedy) == (None, None)
     store.run_now(add("afterwards"))
-
-
-# SQLite's file.
 
 
 def test_a_lock_of_another_is_waited_for_and_then_told(file: Path) -> None:
@@ -152,20 +148,6 @@ def test_what_may_not_be_written_is_told_with_the_remedy(file: Path, what: str) 
     assert "let the gateway's user write the file and its folder" in done.stdout, done.stderr
 
 
-def test_a_file_that_was_removed_is_not_made_anew(file: Path) -> None:
-    with opened(f"sqlite:///{file}", check_seconds=0.1) as store:
-        store.run_now(add("before"))
-        aside = file.with_name("aside.db")
-        file.rename(aside)
-        wait_until(lambda: store.status().state == "gone", store)
-        fails(store, StoreGone)
-        assert not file.exists()
-        # SQLite moved it into the database when the store was closed.
-        aside.rename(file)
-        comes_back(store)
-        assert store.run_now(names) == ["afterwards", "before"]
-
-
 def test_a_file_that_takes_the_place_of_the_store_is_opened(file: Path, tmp_path: Path) -> None:
     backup = tmp_path / "backup.db"
     with opened(f"sqlite:///{backup}") as store:
@@ -192,38 +174,12 @@ def test_a_damaged_file_is_told_and_left_as_it_is(file: Path, content: bytes) ->
     assert file.read_bytes() == content
 
 
-# A PostgreSQL server.
-
-
-@pytest.fixture
-def own_postgres() -> Iterator[PostgresServer]:
-    with running_postgres() as server:
-        yield server
-
-
 @pytest.mark.slow
 @needs_postgres
-@pytest.mark.parametrize("way", ["stop", "kill"])
-def test_a_server_that_ends_and_starts_again_keeps_what_it_has_confirmed(
-    own_postgres: PostgresServer, way: str
-) -> None:
-    with opened(own_postgres.new_database(), check_seconds=0.1) as store:
+def test_a_server_that_is_halted_costs_its_callers_a_bounded_time() -> None:
+    with running_postgres() as server, opened(server.new_database()) as store:
         store.run_now(add("before"))
-        own_postgres.stop() if way == "stop" else own_postgres.kill()
-        fails(store, StoreUnavailable)
-        own_postgres.start()
-        comes_back(store)
-        assert store.run_now(names) == ["afterwards", "before"]
-
-
-@pytest.mark.slow
-@needs_postgres
-def test_a_server_that_is_halted_costs_its_callers_a_bounded_time(
-    own_postgres: PostgresServer,
-) -> None:
-    with opened(own_postgres.new_database()) as store:
-        store.run_now(add("before"))
-        with own_postgres.halted():
+        with server.halted():
             began = time.monotonic()
             with pytest.raises(StoreUnavailable, match="has not answered for"):
                 store.run_now(add("unanswered"), seconds=1.0)
@@ -235,7 +191,7 @@ def test_a_server_that_is_halted_costs_its_callers_a_bounded_time(
             wait_until(lambda: not store.status().up, store)
         comes_back(store)
         assert set(store.run_now(names)) <= {"afterwards", "before", "unanswered"}
-        with own_postgres.halted():
+        with server.halted():
             began = time.monotonic()
             store.close(1.0)
             assert time.monotonic() - began < LIMIT / 2

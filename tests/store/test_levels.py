@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import contextlib
+import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from sqlalchemy import Connection, MetaData, Table, inspect, select, text
 from sqlalchemy.engine.interfaces import ReflectedIndex
 from sqlalchemy.sql.sqltypes import Boolean, Float, Integer
 
-from gateway.store.database import connect, disconnect, locate_store
-from gateway.store.failures import StoreTooNew
+from gateway.store.database import THIS_PROGRAM, Program, connect, disconnect, locate_store
+from gateway.store.failures import StoreLocked, StoreTooNew
 from gateway.store.schema import SCHEMA_LEVEL, levels, metadata
 from tests.store.levels import NEXT, RELEASED, later_program, make_released_store
 from tests.store.stores import LIMIT, add, count, opened
@@ -166,54 +167,27 @@ def test_a_migration_that_fails_changes_nothing(store_url: str) -> None:
         assert (old.status().state, old.status().level) == ("up", SCHEMA_LEVEL)
 
 
-WORKER = """
-import itertools, sys
-from pathlib import Path
-from gateway.store.database import THIS_PROGRAM, locate_store
-from gateway.store.failures import StoreError
-from gateway.store.store import Store
-from tests.store.levels import NEXT, later_program
-from tests.store.stores import add
-program = later_program() if sys.argv[2] == "new" else THIS_PROGRAM
-store = Store(locate_store(sys.argv[1], Path("unused")), program=program)
-store.start()
-written = 0
-for number in itertools.count():
-    try:
-        store.run_now(add(f"{sys.argv[2]}-{number}"))
-        written += 1
-    except StoreError as error:
-        # A migration may hold the lock for longer than a job waits.
-        assert error.state == "locked", error
-    if written == 1:
-        print("begun", flush=True)
-    if written >= 300 and store.status().level == NEXT:
-        break
-assert store.close(30)
-print(written)
-"""
-
-
 @pytest.mark.slow
-def test_old_and_new_processes_write_at_the_same_time(store_url: str) -> None:
-    def spawn(name: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-c", WORKER, store_url, name], stdout=subprocess.PIPE, text=True
-        )
+def test_old_and_new_programs_write_at_the_same_time(store_url: str) -> None:
+    begun = threading.Event()
 
-    # The old one writes until it has seen the new level, and 300 rows at least.
-    with spawn("old") as old:
-        try:
-            assert old.stdout is not None
-            assert old.stdout.readline() == "begun\n"
-            with spawn("new") as new:
-                try:
-                    by_new = int(new.communicate(timeout=LIMIT * 2)[0].split()[-1])
-                finally:
-                    new.kill()
-            by_old = int(old.communicate(timeout=LIMIT * 2)[0].split()[-1])
-        finally:
-            old.kill()
-    assert (old.returncode, new.returncode) == (0, 0)
+    def write(program: Program) -> int:
+        written = 0
+        with opened(store_url, program=program, check_seconds=0.1) as store:
+            # The old one writes until it has seen the new level, and 300 rows at least.
+            while written < 300 or store.status().level != NEXT:
+                with contextlib.suppress(
+                    StoreLocked
+                ):  # by a migration, for longer than a job waits
+                    store.run_now(add(f"{program.level}-{written}"))
+                    written += 1
+                begun.set()
+        return written
+
+    with ThreadPoolExecutor(2) as threads:
+        old = threads.submit(write, THIS_PROGRAM)
+        assert begun.wait(LIMIT)
+        new = threads.submit(write, later_program())
+        written = old.result(LIMIT * 2) + new.result(LIMIT * 2)
     with opened(store_url) as store:
-        assert store.run_now(count) == by_old + by_new
+        assert store.run_now(count) == written
