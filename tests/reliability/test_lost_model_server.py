@@ -229,7 +229,7 @@ async def test_a_request_that_finds_its_model_not_loaded_goes_elsewhere_and_nobo
 async def test_requests_outlast_an_unload_by_others_and_load_the_model(tmp_path: Path) -> None:
     [router] = routers(1, prefill_tps=1, load_seconds=1)
     async with routed_models(tmp_path, router, loaded=["r1/a"], model_placement={}) as models:
-        long = {"model": "a", "prompt": "word " * 20, "max_tokens": 2}
+        long: dict[str, Any] = {"model": "a", "prompt": "word " * 20, "max_tokens": 2}
         running = asyncio.create_task(models.ask("/v1/completions", **long))
         await router.until(lambda: router.models["a"].node.busy > 0)
         # What it reads is killed after ten seconds; it is listed as loaded until then.

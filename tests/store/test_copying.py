@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Boolean, Column, Connection, Float, Integer, insert, select
+from sqlalchemy import Connection, insert, select
 
 from gateway.callers.ledger import ROW_COLUMNS
 from gateway.store import copying
@@ -37,7 +37,7 @@ from gateway.store.schema import (
 )
 from tests.callers.ledger_rows import a_row, add_rows
 from tests.postgres import PostgresServer
-from tests.store.levels import later_program, make_released_store
+from tests.store.stores import a_value, later_program, make_released_store
 
 COPIED = [table for table in metadata.sorted_tables if table is not levels]
 NewPlace = Callable[[str], StoreLocation]
@@ -71,18 +71,6 @@ def using(
             yield connection
     finally:
         disconnect(connection)
-
-
-def a_value(column: Column[Any], number: int) -> Any:
-    if column.nullable and number % 2:
-        return None
-    if isinstance(column.type, Boolean):
-        return number % 3 == 0
-    if isinstance(column.type, Float):
-        return number / 3 + 1e9
-    if isinstance(column.type, Integer):
-        return number + 1
-    return f"{column.name} '{number}' \u00fc\U0001f680\n"
 
 
 def fill(location: StoreLocation, rows: int = 3) -> None:

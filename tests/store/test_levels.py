@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,21 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, MetaData, Table, inspect, select, text
 from sqlalchemy.engine.interfaces import ReflectedIndex
-from sqlalchemy.sql.sqltypes import Boolean, Float, Integer
 
 from gateway.store.database import THIS_PROGRAM, Program, connect, disconnect, locate_store
 from gateway.store.failures import StoreLocked, StoreTooNew
 from gateway.store.schema import SCHEMA_LEVEL, levels, metadata
-from tests.store.levels import NEXT, RELEASED, later_program, make_released_store
-from tests.store.stores import LIMIT, add, count, opened
+from tests.store.stores import (
+    LIMIT,
+    NEXT,
+    RELEASED,
+    a_value,
+    add,
+    count,
+    later_program,
+    make_released_store,
+    opened,
+)
 
 
 def described(connection: Connection) -> dict[str, Any]:
@@ -47,23 +54,6 @@ def reflected(connection: Connection) -> dict[str, Table]:
     tables.reflect(connection)
     of_levels = {"store_levels", "alembic_version"}
     return {name: table for name, table in tables.tables.items() if name not in of_levels}
-
-
-def a_row(table: Table, word: str) -> Mapping[str, Any]:
-    """Return a row with a value in every column that the table had."""
-
-    def value(kind: Any) -> Any:
-        if isinstance(kind, Boolean):
-            return True
-        if isinstance(kind, Float):
-            return 1.5
-        return len(word) if isinstance(kind, Integer) else word
-
-    return {
-        column.name: value(column.type)
-        for column in table.columns
-        if not (table.name == "audit" and column.name == "id")
-    }
 
 
 def test_a_released_store_gets_the_tables_of_a_new_one(
@@ -102,10 +92,11 @@ def test_the_released_program_goes_on_with_all_of_its_tables(store_url: str) -> 
         tables = old.run_now(reflected)
         before = old.run_now(described)
 
-        def write(word: str) -> None:
+        def write(number: int) -> None:
             def job(connection: Connection) -> None:
                 for table in tables.values():
-                    connection.execute(table.insert().values(**a_row(table, word)))
+                    values = {column.name: a_value(column, number) for column in table.columns}
+                    connection.execute(table.insert().values(**values))
 
             old.run_now(job)
 
@@ -114,7 +105,7 @@ def test_the_released_program_goes_on_with_all_of_its_tables(store_url: str) -> 
                 name: len(connection.execute(select(table)).all()) for name, table in tables.items()
             }
 
-        write("a")
+        write(1)
         with opened(store_url) as new:
             after = new.run_now(described)
             assert {name: after[name] for name in before if name != "usage"} == {
@@ -124,10 +115,10 @@ def test_the_released_program_goes_on_with_all_of_its_tables(store_url: str) -> 
                 assert set(mine) <= set(more), "columns and indexes are added alone"
             added = {"learnt", "leadership", "members", "groups"}
             assert after.keys() - before.keys() == added
-            write("bb")
+            write(2)
             assert old.run_now(counts) == new.run_now(counts) == dict.fromkeys(tables, 2)
             assert (old.status().state, old.status().level) == ("up", SCHEMA_LEVEL)
-        write("ccc")
+        write(3)
     # And one that is put back in the place of the new one.
     with opened(store_url, program=RELEASED) as again:
         assert (again.status().state, again.status().level) == ("up", SCHEMA_LEVEL)

@@ -244,30 +244,6 @@ async def test_old_files_that_no_unfinished_batch_needs_are_removed(here: BatchP
     assert len(await here.output(ended)) == 1
 
 
-async def test_a_full_folder_pauses_the_batch_until_there_is_room(
-    store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    room = [1 << 30]
-    options: dict[str, Any] = {"most_bytes": lambda: room[0]}
-    async with batch_place(store_url, tmp_path / "kept", folder_options=options) as here:
-        batch = await here.create([line("a"), "broken"])
-        room[0] = 1
-        await here.settle()
-        paused = await here.find(batch)
-        assert (paused.state, paused.pause_reason) == (BatchState.VALIDATING, "storage_full")
-        with pytest.raises(FolderFull):
-            here.folder.check_room(1)
-        monkeypatch.setattr("gateway.stored.batch_registry.RETRY_SECONDS", 0.0)
-        with capture_logs() as told:
-            for _ in range(3):
-                await here.round()
-        assert told == []  # once is enough
-        room[0] = 1 << 30
-        await here.settle()
-        begun = await here.find(batch)
-        assert (begun.state, begun.paused_at, begun.total) == (BatchState.IN_PROGRESS, None, 2)
-
-
 BROKEN = LineError(3, 10, 5, "ä", True, "invalid_url", "It does not match.", "url")
 
 
@@ -430,15 +406,29 @@ async def test_what_may_have_been_recorded_is_recorded_once(here: BatchPlace) ->
     assert await here.store.run(count(usage)) == 5
 
 
-async def test_a_folder_that_fills_in_the_middle_delays_results_and_loses_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_folder_without_room_delays_intake_results_and_end_and_loses_nothing(
+    store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.stored.results.RETRY_SECONDS", 0.01)
     room = [1 << 30]
     options = {"most_bytes": lambda: room[0]}
-    url = f"sqlite:///{tmp_path}/gateway.db"
-    async with batch_place(url, tmp_path / "kept", folder_options=options) as here:
-        batch = await begun(here, 40)
+    async with batch_place(store_url, tmp_path / "kept", folder_options=options) as here:
+        batch = await here.create([*(line(f"c{n}") for n in range(40)), "broken"])
+        room[0] = 1
+        await here.settle()
+        paused = await here.find(batch)
+        assert (paused.state, paused.pause_reason) == (BatchState.VALIDATING, "storage_full")
+        with pytest.raises(FolderFull):
+            here.folder.check_room(1)
+        with monkeypatch.context() as patched, capture_logs() as told:
+            patched.setattr("gateway.stored.batch_registry.RETRY_SECONDS", 0.0)
+            for _ in range(3):
+                await here.round()
+        assert told == []  # once is enough
+        room[0] = 1 << 30
+        await here.settle()
+        begun = await here.find(batch)
+        assert (begun.state, begun.paused_at, begun.total) == (BatchState.IN_PROGRESS, None, 41)
         task, rows = asyncio.create_task(here.results.run()), await here.claim()
         room[0] = 1
         added = [here.results.add(row, answer(row, here.process.id)) for row in rows]
