@@ -352,7 +352,8 @@ async def response(running: Running, path: str) -> dict[str, Any]:
 async def test_all_lines_run_once_as_many_at_a_time_as_there_are_slots(tmp_path: Path) -> None:
     node = a_node(4)
     async with a_site(tmp_path, node) as running:
-        batch = await submit(running, lines(40))
+        items = [*lines(40), *lines(2, 40, model="gpt-nothing")]
+        batch = await submit(running, items)
         await until(lambda: node.slots.busy == 4)
         seen: list[tuple[int, int]] = []
         while counts(await show(running, batch))[1] < 30:
@@ -361,7 +362,10 @@ async def test_all_lines_run_once_as_many_at_a_time_as_there_are_slots(tmp_path:
         assert fmean(busy for busy, _ in seen) >= 0.95 * 4
         assert max(waiting for _, waiting in seen) <= 4
         found = await ended(running, batch)
-        assert (found["status"], counts(found), node.requests) == ("completed", (40, 40, 0), 40)
+        assert (found["status"], counts(found), node.requests) == ("completed", (42, 40, 2), 40)
+        for error in await output(running, found["error_file_id"]):
+            assert error["response"]["status_code"] == 404
+            assert error["response"]["body"]["error"]["code"] == "model_not_found"
         results = await output(running, found["output_file_id"])
         assert {one["custom_id"] for one in results} == {f"line-{number}" for number in range(40)}
         metrics = (await running.admin.get("/metrics")).text

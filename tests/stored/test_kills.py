@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,11 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-import yaml
 from sqlalchemy import Row, select
 
-from gateway.local.server import claim_port, claimed_port
 from gateway.store.schema import stored_requests, usage
 from gateway.stored.response_log import TERMINAL_TYPES, split_events
-from tests.callers.kills import HOST, LIMIT, Site, rows_of
+from tests.callers.kills import LIMIT, Site, a_site, rows_of
 from tests.emulator import EmulatedNode, expected_chat_text
 from tests.gateway_processes import serving
 from tests.gateways import NO_TLS, until
@@ -197,20 +195,16 @@ async def a_caller(url: str) -> AsyncIterator[Caller]:
 
 
 @asynccontextmanager
-async def a_site(
+async def a_place(
     folder: Path, store_url: str, *nodes: EmulatedNode, **settings: Any
 ) -> AsyncIterator[tuple[Site, Caller]]:
     """A gateway that can be killed, and is not started yet; and a caller of it."""
-    async with AsyncExitStack() as stack:
-        for node in nodes:
-            await stack.enter_async_context(node)
-        claim = stack.enter_context(claim_port(HOST))
-        site = Site(folder, list(nodes), store_url, claimed_port(claim), nice=0)
-        file = folder / "gateway.yaml"
-        chosen = {"keys": [key(limits={"rpm": 10_000_000, "tpm": 1_000_000_000})], **settings}
-        file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | chosen))
-        stack.push_async_callback(site.stop)
-        yield site, await stack.enter_async_context(a_caller(f"http://{HOST}:{site.port}"))
+    keys = [key(limits={"rpm": 10_000_000, "tpm": 1_000_000_000})]
+    async with (
+        a_site(folder, store_url, *nodes, keys=keys, **settings) as site,
+        a_caller(site.url) as caller,
+    ):
+        yield site, caller
 
 
 @pytest.mark.smoke
@@ -223,7 +217,7 @@ async def test_every_line_has_one_result_though_the_gateway_is_killed(
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(running_postgres()) if kind == "postgresql" else None
         url = f"sqlite:///{tmp_path}/store.db" if server is None else server.new_database()
-        async with a_site(tmp_path, url, *nodes) as (site, caller):
+        async with a_place(tmp_path, url, *nodes) as (site, caller):
             await site.start()
             batch = f"/v1/batches/{await submit(caller, [a_line(n) for n in range(number)])}"
             for recorded in (60, 150, 240, 330):
@@ -257,11 +251,7 @@ async def test_a_response_that_had_ended_is_recorded_and_paid_once_by_the_next_p
     store_url: str, tmp_path: Path
 ) -> None:
     node = EmulatedNode(decode_tps=30, answer_tokens=1000)
-    async with a_site(tmp_path, store_url, node) as (site, caller):
-        file = tmp_path / "nodes.yaml"
-        nodes = yaml.safe_load(file.read_text())
-        nodes["nodes"][0]["cost_per_million_tokens"] = {"prompt": 3, "completion": 5}
-        file.write_text(yaml.safe_dump(nodes))
+    async with a_place(tmp_path, store_url, node) as (site, caller):
         await site.start()
         like = await caller.ask("response", "tell me a story", 12)
         told = await caller.ended(like)
@@ -295,7 +285,7 @@ async def one_slot(folder: Path) -> AsyncIterator[tuple[EmulatedNode, Site, Call
     """One request runs at a time."""
     node = EmulatedNode(slots=1, decode_tps=20, answer_tokens=100_000)
     url, batches = f"sqlite:///{folder}/store.db", {"background_at_once": 1}
-    async with a_site(folder, url, node, batches=batches) as (site, caller):
+    async with a_place(folder, url, node, batches=batches) as (site, caller):
         await site.start()
         yield node, site, caller
 
