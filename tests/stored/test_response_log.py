@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from gateway.api import sse
@@ -387,49 +388,27 @@ def check_whole(values: Sequence[JsonObject], end: str = "response.completed") -
     return response
 
 
-_RESPONSE = {"id": "resp_n", "object": "response", "status": "in_progress"}
-
-
-def node_events(count: int = 5, prefix: str = "n", *, tools: bool = False) -> bytes:
-    """The events of a node, as llama.cpp writes them."""
-    message = {"id": f"msg_{prefix}", "type": "message", "role": "assistant", "content": []}
-    words = [f"w{number} " for number in range(count)]
-    part = {"type": "output_text", "text": "".join(words), "annotations": [], "logprobs": []}
-    done = message | {"content": [part], "status": "completed"}
-    values: list[dict[str, Any]] = [
-        {"type": "response.created", "response": _RESPONSE},
-        {"type": "response.in_progress", "response": _RESPONSE},
-        {"type": "response.output_item.added", "item": message | {"status": "in_progress"}},
-        {"type": "response.content_part.added", "item_id": f"msg_{prefix}",
-         "part": {"type": "output_text", "text": ""}},
-    ]  # fmt: skip
-    kind = "response.output_text.delta"
-    values += [{"type": kind, "item_id": f"msg_{prefix}", "delta": word} for word in words]
-    output: list[dict[str, Any]] = [done]
+async def node_events() -> bytes:
+    """The events of a node, with a function call behind the text."""
+    async with EmulatedNode(answer_tokens=5) as node, httpx.AsyncClient(trust_env=False) as client:
+        body = {"input": "say something", "temperature": 0, "stream": True}
+        stream = (await client.post(f"{node.url}/v1/responses", json=body)).content
+    *values, end = map(event_data, split_events(stream))
+    call = {"id": "fc_n", "type": "function_call", "name": "f", "arguments": "{}"}
+    call["call_id"] = "call_n"
+    end["response"]["output"].append(call)
     values += [
-        {"type": "response.output_text.done", "item_id": f"msg_{prefix}", "text": part["text"]},
-        {"type": "response.content_part.done", "item_id": f"msg_{prefix}", "part": part},
-        {"type": "response.output_item.done", "item": done},
+        {"type": "response.output_item.added", "item": call | {"arguments": ""}},
+        {"type": "response.function_call_arguments.delta", "item_id": "fc_n", "delta": "{}"},
+        {"type": "response.output_item.done", "item": call},
     ]
-    if tools:
-        call: dict[str, Any] = {"id": f"fc_{prefix}", "type": "function_call", "name": "f"}
-        call |= {"call_id": f"call_{prefix}", "arguments": "{}"}
-        output.append(call)
-        values += [
-            {"type": "response.output_item.added", "item": call | {"arguments": ""}},
-            {"type": "response.function_call_arguments.delta", "item_id": f"fc_{prefix}",
-             "delta": "{}"},
-            {"type": "response.output_item.done", "item": call},
-        ]  # fmt: skip
-    usage = {"input_tokens": 3, "output_tokens": count, "total_tokens": count + 3}
-    end = {**_RESPONSE, "status": "completed", "output": output, "usage": usage, "model": "m"}
-    values.append({"type": "response.completed", "response": end})
-    return b"".join(map(named_event, values))
+    return b"".join(map(named_event, [*values, end]))
 
 
 async def test_events_get_our_numbers_and_ids(logs: ResponseLogs) -> None:
     events = await begin(logs)
-    await events.write(node_events(tools=True))
+    stream = await node_events()
+    await events.write(stream)
     await events.close()
     values = await logged(logs, events.name)
     response: dict[str, Any] = values[-1]["response"]
@@ -444,13 +423,14 @@ async def test_events_get_our_numbers_and_ids(logs: ResponseLogs) -> None:
     call = response["output"][1]
     assert call["id"] == "fc_00000000000aff0001"
     assert call["call_id"] == "call_00000000000aff0001"
-    assert b"msg_n" not in json.dumps(values).encode()
+    for value in map(event_data, split_events(stream)):
+        assert value.get("item_id", "of a node") not in json.dumps(values)
 
 
 @pytest.mark.parametrize("seed", range(20))
 async def test_any_cut_of_the_bytes_gives_the_same_log(logs: ResponseLogs, seed: int) -> None:
     rng = random.Random(seed)
-    whole = node_events(30, tools=seed % 2 == 0)
+    whole = await node_events()
     pieces = list(sse.split(whole))
     found = []
     for cuts in (0, rng.randrange(1, len(pieces))):
@@ -467,12 +447,12 @@ async def test_any_cut_of_the_bytes_gives_the_same_log(logs: ResponseLogs, seed:
 
 async def test_a_cancelled_response_ends_as_failed_with_what_it_has(logs: ResponseLogs) -> None:
     events = await begin(logs)
-    await events.write(b"".join(list(sse.split(node_events()))[:7]))
+    await events.write(b"".join(list(sse.split(await node_events()))[:7]))
     await events.cancel()
     values = await logged(logs, events.name)
     response = check_whole(values, "response.failed")
     assert (response["status"], response["error"]) == ("cancelled", None)
-    assert response["output"][0]["content"][0]["text"] == text_of(values) == "w0 w1 w2 "
+    assert response["output"][0]["content"][0]["text"] == text_of(values) != ""
     assert await events.response() == response
     await events.close()
 
@@ -536,23 +516,20 @@ async def gone_on(
 
 async def cut_run(app: Gateway, events: ResponseEvents, tokens: int, **body: Any) -> None:
     """Run it, and end the run after so many tokens as the end of the process does."""
-    stopped = asyncio.Event()
-    written = events.write
+    stopped, written, seen = asyncio.Event(), events.write, 0
 
     async def write(events: bytes) -> None:
+        nonlocal seen
         for event in sse.split(events):
-            if stopped.is_set():
-                return
-            await written(event)
-            count = sum(b".delta\n" in one for one in seen) + (b".delta\n" in event)
-            seen.append(event)
-            if count >= tokens:
-                stopped.set()
+            if not stopped.is_set():
+                await written(event)
+                seen += b".delta\n" in event
+                if seen >= tokens:
+                    stopped.set()
 
-    seen: list[bytes] = []
     events.write = write  # type: ignore[method-assign]
     running = asyncio.create_task(run(app, events, **body))
-    await until(stopped.is_set)
+    await stopped.wait()
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     await events.close()
