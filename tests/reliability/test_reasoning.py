@@ -112,16 +112,19 @@ def as_client_sees(values: list[Any]) -> list[Any]:
     return found
 
 
-def reasoning_of(values: list[Any]) -> str:
+def told(values: list[Any], *names: str) -> str:
+    """What of a stream has these names: its text, or its reasoning."""
     deltas = [value.get("delta") or {} for value in values]
     deltas += [choice["delta"] for value in values for choice in value.get("choices", ())]
-    return "".join(d.get("thinking") or d.get("reasoning_content") or "" for d in deltas)
+    return "".join(delta.get(name) or "" for delta in deltas for name in names)
+
+
+def reasoning_of(values: list[Any]) -> str:
+    return told(values, "thinking", "reasoning_content")
 
 
 def text_of(values: list[Any]) -> str:
-    deltas = [value.get("delta") or {} for value in values]
-    deltas += [choice["delta"] for value in values for choice in value.get("choices", ())]
-    return "".join(d.get("text") or d.get("content") or "" for d in deltas)
+    return told(values, "text", "content")
 
 
 @pytest.mark.parametrize("path", BODIES)

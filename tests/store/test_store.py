@@ -55,20 +55,6 @@ def test_postgresql_is_spoken_to_by_psycopg_and_no_password_is_shown() -> None:
         assert "ann" not in str(caught.value)
 
 
-def test_sqlite_is_set_up_for_several_processes(tmp_path: Path) -> None:
-    with opened(f"sqlite:///{tmp_path}/gateway.db") as store:
-        pragmas = {
-            name: store.run_now(lambda c, name=name: c.execute(text(f"PRAGMA {name}")).scalar())  # type: ignore[misc]
-            for name in ("journal_mode", "synchronous", "busy_timeout", "auto_vacuum")
-        }
-    assert pragmas == {
-        "journal_mode": "wal",
-        "synchronous": 1,  # NORMAL
-        "busy_timeout": 2000,
-        "auto_vacuum": 2,  # INCREMENTAL
-    }
-
-
 def test_all_files_of_a_store_are_for_their_owner_alone(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
     old = os.umask(0o000)

@@ -20,12 +20,14 @@ from gateway.store.store import Store
 from gateway.stored.folder import DiskThreads
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway
+from tests.polling import eventually
 from tests.virtual import VirtualLoop, now
 
 P = ParamSpec("P")
 T = TypeVar("T")
 KEY = "lg_k1_" + "s" * 43
 HEADERS = {"authorization": f"Bearer {KEY}"}
+ENDS = {"completed", "failed", "cancelled", "expired"}
 CALM: dict[str, Any] = {"health": {"interval": 5, "discover_interval": 30}}
 
 
@@ -130,12 +132,12 @@ async def show(running: Asker, batch: str) -> dict[str, Any]:
 
 async def ended(running: Asker, batch: str, seconds: float = 60.0) -> dict[str, Any]:
     """The batch, once it has ended."""
-    async with asyncio.timeout(seconds):
-        while True:
-            found = await show(running, batch)
-            if found["status"] in {"completed", "failed", "cancelled", "expired"}:
-                return found
-            await asyncio.sleep(0.1)
+
+    async def look() -> dict[str, Any] | None:
+        found = await show(running, batch)
+        return found if found["status"] in ENDS else None
+
+    return await eventually(look, seconds)
 
 
 async def time_to_first_token(

@@ -61,7 +61,6 @@ class BatchPlace:
 
     store: Store
     folder: Folder
-    settings: BatchSettings
     files: FileRegistry
     batches: BatchRegistry
     ledger: Ledger
@@ -175,7 +174,7 @@ async def batch_place(
         await ledger.start(LIMIT)
         await files.storage.on_disk(folder.open)
         results = LineResults(storage, ledger, process)
-        yield BatchPlace(store, folder, chosen, files, batches, ledger, results, process, now)
+        yield BatchPlace(store, folder, files, batches, ledger, results, process, now)
         files.close()
     finally:
         threads.close()

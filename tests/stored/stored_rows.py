@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -10,7 +9,6 @@ from sqlalchemy import Connection
 
 from gateway.callers.ledger import ROW_COLUMNS, UsageRow
 from gateway.config.stored import BatchSettings
-from gateway.store.failures import StoreLocked
 from gateway.store.schema import batches, stored_requests
 from gateway.store.store import Store
 from gateway.stored import claims
@@ -42,13 +40,6 @@ def do(
 ) -> T:
     """Run a job of the store with these arguments."""
     return store.run_now(lambda connection: job(connection, *args, **keys))
-
-
-def once_unlocked(job: Callable[[], T]) -> T:
-    """Do the job, again and again while it finds the store locked: SQLite's lock is not fair."""
-    while True:
-        with contextlib.suppress(StoreLocked):
-            return job()
 
 
 def limits(**values: Any) -> BatchSettings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections import Counter
@@ -17,7 +18,7 @@ from sqlalchemy import Connection, Select, func, select, update
 from gateway.callers.processes import ProcessIdentity, register
 from gateway.config.stored import BatchSettings
 from gateway.errors import GatewayError
-from gateway.store.failures import StoreError
+from gateway.store.failures import StoreError, StoreLocked
 from gateway.store.schema import batches, stored_requests
 from gateway.store.store import Store
 from gateway.stored import files
@@ -81,11 +82,11 @@ from tests.stored.stored_rows import (
     batch_id,
     begin,
     claim,
+    claim_any,
     do,
     find_row,
     limits,
     numbers,
-    once_unlocked,
 )
 
 LIMIT = 120.0
@@ -311,7 +312,7 @@ class Trouble:
     def _step(self, store: Store) -> None:
         rng, own = self.rng, self.own
         limit, model = rng.randint(1, 12), rng.choice([None, "demo"])
-        rows = once_unlocked(lambda: claim(store, own.id, limit, model=model))
+        rows = unlocked(store, claim_any, FOLDER, own.id, limit, NOW, LEASE, model=model)
         ids = [row.id for row in rows]
         if rng.random() < 0.3:
             unlocked(store, renew, own.id, ids, NOW, LEASE)
@@ -348,7 +349,10 @@ def pairs(connection: Connection, asked: Select[Any]) -> list[tuple[str, int]]:
 
 
 def unlocked(store: Store, job: Callable[..., Any], *args: Any, **keys: Any) -> Any:
-    return once_unlocked(lambda: do(store, job, *args, **keys))
+    """Do a job, again and again while the store is locked: SQLite's lock is not fair."""
+    while True:
+        with contextlib.suppress(StoreLocked):
+            return do(store, job, *args, **keys)
 
 
 @pytest.mark.timeout(300)

@@ -51,17 +51,15 @@ from tests.stored.batch_gateway import (
     submit,
     time_to_first_token,
 )
+from tests.stored.stored_rows import a_line
 from tests.virtual import in_virtual_time, now
 
 IDS = count()
 
 
 def a_row(batch: str = "b1", prefix: int = 0, tokens: int = 100, owner: str = "k1") -> StoredRow:
-    return StoredRow(
-        RequestKind.LINE, owner, "/v1/chat/completions", id=f"row_{next(IDS):06}", place="file-1",
-        offset=0, length=10, created_at=0.0, keep_until=1e9, folder="f", batch=batch,
-        prefix=prefix, max_tokens=tokens,
-    )  # fmt: skip
+    row = a_line(next(IDS), owner=owner, prefix=prefix, max_tokens=tokens, deadline=None)
+    return replace(row, batch=batch)
 
 
 def a_lane(*rows: StoredRow, nodes: int = 1) -> Lane:

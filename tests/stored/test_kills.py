@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,10 +14,11 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from openai import APIConnectionError, AsyncOpenAI, omit
 from sqlalchemy import Row, select
 
 from gateway.store.schema import stored_requests, usage
-from gateway.stored.response_log import TERMINAL_TYPES, split_events
+from gateway.stored.response_log import TERMINAL_TYPES
 from tests.callers.kills import LIMIT, Site, a_site, rows_of
 from tests.emulator import EmulatedNode, expected_chat_text
 from tests.gateway_processes import serving
@@ -25,7 +26,7 @@ from tests.gateways import NO_TLS, until
 from tests.polling import eventually
 from tests.postgres import needs_postgres, running_postgres
 from tests.store.stores import locked, opened
-from tests.stored.batch_gateway import HEADERS, key, lines, output, submit
+from tests.stored.batch_gateway import HEADERS, KEY, key, lines, output, submit
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -80,6 +81,12 @@ class Caller:
             return found
 
         return await eventually(look, LIMIT)
+
+    def follower(self, path: str) -> Follower:
+        http: Any = self.client  # the types of the package name a copy of httpx
+        url = f"{self.client.base_url}/v1"
+        api = AsyncOpenAI(base_url=url, api_key=KEY, http_client=http, max_retries=0)
+        return Follower(api.responses.retrieve, id_of(path))
 
     async def recorded(self, path: str, number: int) -> None:
         """Wait until so many lines of a batch have their results."""
@@ -138,51 +145,35 @@ def paid(store_url: str) -> dict[str, tuple[int, int]]:
 
 @dataclass
 class Follower:
-    """A client that follows a background response: each event must be the next one."""
+    """OpenAI's client that follows a background response: each event must be the next one."""
 
-    client: httpx.AsyncClient
-    path: str
-    """`/v1/responses/ID`."""
-    events: list[dict[str, Any]] = field(default_factory=list)
-    data: bytes = b""
-    """The events as they came, without comments."""
+    retrieve: Callable[..., Awaitable[Any]]
+    id: str
+    events: list[Any] = field(default_factory=list)
 
     @property
     def text(self) -> str:
         kind = "response.output_text.delta"
-        return "".join(one["delta"] for one in self.events if one["type"] == kind)
+        return "".join(one.delta for one in self.events if one.type == kind)
 
     async def run(self, until_event: int = 1 << 30) -> None:
         """Follow to the end, or until this event, from where it was each time a stream breaks."""
         async with asyncio.timeout(LIMIT):
             while len(self.events) <= until_event:
-                with contextlib.suppress(httpx.TransportError):
+                with contextlib.suppress(httpx.TransportError, APIConnectionError):
                     await self._follow(until_event)
-                if self.events and self.events[-1]["type"] in TERMINAL_TYPES:
+                if self.events and self.events[-1].type in TERMINAL_TYPES:
                     return
                 await asyncio.sleep(0.02)
 
     async def _follow(self, until_event: int) -> None:
-        asked = {"stream": "true"}
-        asked |= {"starting_after": str(len(self.events) - 1)} if self.events else {}
-        async with self.client.stream("GET", self.path, params=asked) as reply:
-            assert reply.status_code == 200
-            rest = b""
-            async for piece in reply.aiter_raw():
-                whole, end, rest = (rest + piece).rpartition(b"\n\n")
-                for event in split_events(whole + end):
-                    self._take(event)
+        after = len(self.events) - 1 if self.events else omit
+        async with await self.retrieve(self.id, stream=True, starting_after=after) as stream:
+            async for event in stream:
+                assert event.sequence_number == len(self.events)
+                self.events.append(event)
                 if len(self.events) > until_event:
                     return
-
-    def _take(self, event: bytes) -> None:
-        fields = [line for line in event.split(b"\n") if line and not line.startswith(b":")]
-        if not fields:
-            return  # a heartbeat
-        value = msgspec.json.decode(fields[1].removeprefix(b"data: "))
-        assert value["sequence_number"] == len(self.events)
-        self.events.append(value)
-        self.data += b"\n".join(fields) + b"\n\n"
 
 
 @asynccontextmanager
@@ -315,17 +306,17 @@ async def test_what_waits_runs_after_the_restart_once(tmp_path: Path, kind: str)
 async def test_a_response_that_runs_goes_on_from_its_events(tmp_path: Path) -> None:
     async with one_slot(tmp_path) as (node, site, caller):
         path = await caller.ask("response", "tell me", 60)
-        follower, again = Follower(caller.client, path), Follower(caller.client, path)
+        follower, again = caller.follower(path), caller.follower(path)
         await follower.run(until_event=14)
         before = follower.text
         await site.kill()
         await site.start()
         await follower.run()
-        assert follower.events[-1]["type"] != "response.failed"
+        assert follower.events[-1].type != "response.failed"
         text = expected_chat_text(messages("tell me"), 60)
         assert follower.text == text == text_of(await caller.ended(path))
         await again.run()
-        assert again.data == follower.data
+        assert again.events == follower.events
         # The node was asked for the rest alone.
         assert node.requests == 2
         assert before in msgspec.json.decode(node.seen[-1].body)["prompt"]
@@ -343,7 +334,7 @@ async def test_waiting_work_goes_on_over_handovers(tmp_path: Path) -> None:
     ):
         path = await caller.ask("response", "tell", 200)
         batch = f"/v1/batches/{await submit(caller, [a_line(n) for n in range(number)])}"
-        leaves, stays, again = [Follower(caller.client, path) for _ in range(3)]
+        leaves, stays, again = [caller.follower(path) for _ in range(3)]
         await leaves.run(until_event=20)
         following = asyncio.create_task(stays.run())
         for recorded in (20, 80):
@@ -355,7 +346,7 @@ async def test_waiting_work_goes_on_over_handovers(tmp_path: Path) -> None:
         await line.until("ended", 2)
         tokens = await caller.results(batch, number)
         await again.run()
-        assert leaves.data == stays.data == again.data
+        assert leaves.events == stays.events == again.events
         text = expected_chat_text(messages("tell"), 200)
         assert stays.text == text == text_of(await caller.ended(path))
         # A process that is succeeded brings to an end what it runs: nothing ran twice.
