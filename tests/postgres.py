@@ -153,15 +153,11 @@ class PostgresServer:
 
     def halt(self) -> None:
         """Stop all of its processes (SIGSTOP): connections stay, and nobody answers."""
-        for process in self._processes():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.suspend()
+        self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
         """Let all of its processes go on (SIGCONT)."""
-        for process in self._processes():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.resume()
+        self._signal(signal.SIGCONT)
 
     @contextlib.contextmanager
     def halted(self) -> Iterator[None]:
@@ -185,26 +181,24 @@ class PostgresServer:
         self._copy.rename(self._data)
         self.start()
 
-    def _processes(self) -> list[psutil.Process]:
-        if self._process is None:
-            return []
+    def _signal(self, number: signal.Signals) -> list[psutil.Process]:
+        """Send it to all of its processes, and return these."""
+        processes: list[psutil.Process] = []
         with contextlib.suppress(psutil.NoSuchProcess):
-            parent = psutil.Process(self._process.pid)
-            # The parent first: halted, it makes no new ones.
-            return [parent, *parent.children(recursive=True)]
-        return []
+            if self._process is not None:
+                parent = psutil.Process(self._process.pid)
+                # The parent first: halted, it makes no new ones.
+                processes = [parent, *parent.children(recursive=True)]
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+        return processes
 
     def _end(self, number: signal.Signals) -> None:
         if self._process is None:
             return
-        processes = self._processes()
-        if number == signal.SIGKILL:
-            for process in processes:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-        else:
-            self.go_on()
-            self._process.send_signal(number)
+        processes = self._signal(number if number == signal.SIGKILL else signal.SIGCONT)
+        self._process.send_signal(number)
         self._process.wait(START_LIMIT)
         psutil.wait_procs(processes[1:], timeout=START_LIMIT)
         self._process = None

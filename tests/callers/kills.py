@@ -23,18 +23,18 @@ import json
 import math
 import os
 import random
-import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
-import yaml
 from sqlalchemy import Connection, select
 
 from gateway.callers.processes import LOST
@@ -42,11 +42,11 @@ from gateway.forward.in_flight import PROGRESS_TOKENS
 from gateway.local.server import claim_port, claimed_port
 from gateway.store.schema import open_requests, usage
 from tests.emulator import EmulatedNode
-from tests.emulator.generation import TokenTally
 from tests.emulator.language_model import count_tokens
 from tests.emulator.request_body import render_chat
-from tests.gateways import QUIET
-from tests.loop_watch.plugin import inherited
+from tests.gateway_processes import serving
+from tests.gateways import NO_TLS
+from tests.polling import eventually
 from tests.postgres import running_postgres
 from tests.store.stores import opened
 
@@ -136,18 +136,16 @@ class Site:
     """Nodes, and the gateway before them as a process that can be killed."""
 
     def __init__(
-        self, folder: Path, nodes: list[EmulatedNode], store_url: str, port: int, nice: int
+        self, folder: Path, nodes: Sequence[EmulatedNode], store_url: str, port: int, **more: Any
     ) -> None:
-        self.folder = folder
-        self.nice = nice
         self.nodes = nodes
         self.store_url = store_url
-        self.port = port
+        self.url = f"http://{HOST}:{port}"
         self.up = asyncio.Event()
         self.lag = LoopLag()
         self.killed_at = 0.0
-        self._process: asyncio.subprocess.Process | None = None
         settings = {
+            "listen": {"host": HOST, "port": port},
             "store": {"url": store_url},
             "headers": {"to_nodes": ["x-tag"]},
             "identity": {"user_headers": ["x-tag"]},
@@ -156,63 +154,44 @@ class Site:
             "queue": {"max": 1000},
             "logging": {"access": False},
         }
-        entries = [{"name": f"node-{i}", "url": one.url} for i, one in enumerate(nodes)]
-        (folder / "gateway.yaml").write_text(yaml.safe_dump(settings))
-        (folder / "nodes.yaml").write_text(yaml.safe_dump({**QUIET, "nodes": entries}))
+        prices = {"cost_per_million_tokens": {"prompt": 3, "completion": 5}}
+        specs = [{"name": f"node-{i}", "url": one.url, **prices} for i, one in enumerate(nodes)]
+        self._serving = partial(serving, folder, specs, settings={**settings, **more})
+        self._running = contextlib.AsyncExitStack()
 
     async def start(self) -> None:
-        with (self.folder / "log").open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *("nice", "-n", str(self.nice)) if self.nice else (),
-                *(sys.executable, "-m", "gateway", "serve", "--host", HOST),
-                *("--port", str(self.port), "--admin-port", "0"),
-                *("--nodes", str(self.folder / "nodes.yaml")),
-                *("--config", str(self.folder / "gateway.yaml")),
-                stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
-                env={
-                    "XDG_STATE_HOME": str(self.folder / "state"), "PATH": os.environ["PATH"],
-                    **inherited(),
-                },
-            )  # fmt: skip
-        async with asyncio.timeout(LIMIT):
-            while not await self._is_ready():
-                assert self._process.returncode is None, self.log()
-                await asyncio.sleep(0.05)
-        self.up.set()
+        self._line = await self._running.enter_async_context(self._serving())
+        async with httpx.AsyncClient(trust_env=False, verify=NO_TLS) as client:
 
-    async def _is_ready(self) -> bool:
-        try:
-            reader, writer = await asyncio.open_connection(HOST, self.port)
-        except OSError:
-            return False
-        writer.write(b"GET /ready HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-        with contextlib.suppress(OSError):
-            answer = await reader.read()
-            writer.close()
-            return answer.startswith(b"HTTP/1.1 200")
-        return False
+            async def is_ready() -> bool | None:
+                return (await client.get(f"{self.url}/ready")).status_code == 200 or None
+
+            await eventually(is_ready, LIMIT)
+        self.up.set()
 
     async def kill(self) -> None:
         """Kill the gateway: nothing in it can do anything more."""
-        assert self._process is not None
         self.up.clear()
-        self._process.send_signal(signal.SIGKILL)
         self.killed_at = time.time()
-        await self._process.wait()
-
-    def halt(self, *, halted: bool) -> None:
-        """Let the gateway stand still, or go on."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP if halted else signal.SIGCONT)
+        await self._line.kill()
+        await self.stop()
 
     async def stop(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            self._process.terminate()
-            async with asyncio.timeout(LIMIT):
-                assert await self._process.wait() == 0, self.log()
+        await self._running.aclose()
 
-    def log(self) -> str:
-        return (self.folder / "log").read_text()[-4000:]
+
+@contextlib.asynccontextmanager
+async def a_site(
+    folder: Path, store_url: str, *nodes: EmulatedNode, **settings: Any
+) -> AsyncIterator[Site]:
+    """Nodes and a gateway, which is not started yet."""
+    async with contextlib.AsyncExitStack() as stack:
+        for node in nodes:
+            await stack.enter_async_context(node)
+        claim = stack.enter_context(claim_port(HOST))
+        site = Site(folder, nodes, store_url, claimed_port(claim), **settings)
+        stack.push_async_callback(site.stop)
+        yield site
 
 
 def a_request(rng: random.Random, number: int) -> tuple[Sent, dict[str, Any]]:
@@ -223,13 +202,7 @@ def a_request(rng: random.Random, number: int) -> tuple[Sent, dict[str, Any]]:
     long = rng.random() < 0.2 or kind in {"cut", "left"}
     tokens = rng.randint(40, 100) if long else rng.randint(4, 16)
     stream = kind in {"stream", "cut", "resumed"} or (kind == "prefill" and rng.random() < 0.5)
-    body = {
-        "model": "demo",
-        "messages": messages,
-        "max_tokens": tokens,
-        "ignore_eos": True,
-        "stream": stream,
-    }
+    body = {"messages": messages, "max_tokens": tokens, "ignore_eos": True, "stream": stream}
     return Sent(f"t{number}", kind, count_tokens(render_chat(messages)), tokens), body
 
 
@@ -255,7 +228,7 @@ async def send(site: Site, rng: random.Random, sent: Sent, body: dict[str, Any])
 
 
 async def _exchange(site: Site, sent: Sent, body: dict[str, Any]) -> None:
-    reader, writer = await asyncio.open_connection(HOST, site.port)
+    reader, writer = await asyncio.open_connection(HOST, httpx.URL(site.url).port)
     data = msgspec.json.encode(body)
     head = (
         f"POST /v1/chat/completions HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\n"
@@ -314,14 +287,6 @@ def rows_of(store_url: str) -> tuple[list[dict[str, Any]], int]:
         return store.run_now(read, write=False, seconds=LIMIT)
 
 
-def tally_of(nodes: list[EmulatedNode], tag: str) -> TokenTally:
-    """What all nodes did for a request."""
-    tallies = [one.engine.tally(tag) for one in nodes]
-    names = ("attempts", "prompt_tokens", "read_tokens", "cached_tokens", "tokens")
-    sums = {name: sum(getattr(one, name) for one in tallies) for name in names}
-    return TokenTally(**sums, begun_at=min(one.begun_at for one in tallies))
-
-
 def compare(site: Site, sent: list[Sent]) -> Findings:
     """Compare the ledger with what clients saw and nodes did."""
     rows, still_open = rows_of(site.store_url)
@@ -335,14 +300,16 @@ def compare(site: Site, sent: list[Sent]) -> Findings:
     for one in sent:
         its_rows = by_tag.pop(one.tag, [])
         found.doubles += max(0, len(its_rows) - 1)
-        tally = tally_of(site.nodes, one.tag)
+        tallies = [node.engine.tally(one.tag) for node in site.nodes]
+        attempts = sum(tally.attempts for tally in tallies)
+        tokens = sum(tally.tokens for tally in tallies)
         if its_rows:
             # What a killed gateway ran, its nodes end when they see the connection closed.
             ends = min(one.ended_at, site.killed_at if one.broken else math.inf)
             lag = site.lag.longest(ends - LAG_AROUND, one.ended_at + LAG_AROUND)
-            compare_row(found, one, its_rows[0], tally, lag)
+            compare_row(found, one, its_rows[0], attempts, tokens, lag)
             continue
-        if not tally.attempts and (one.broken or not one.complete):
+        if not attempts and (one.broken or not one.complete):
             continue  # it never reached a node, and perhaps not the gateway
         found.missing += 1
         age = site.killed_at - one.started_at
@@ -355,64 +322,51 @@ def compare(site: Site, sent: list[Sent]) -> Findings:
 
 
 def compare_row(
-    found: Findings, one: Sent, row: dict[str, Any], tally: TokenTally, lag: float
+    found: Findings, one: Sent, row: dict[str, Any], attempts: int, tokens: int, lag: float
 ) -> None:
     """Compare one row with its nodes' figures; `lag`: around its end, in seconds."""
     prompt, completion, why = row["prompt_tokens"], row["completion_tokens"], f"{one} {row}"
     if row["outcome"] == LOST:
         most = round((LAST_SECOND + lag) * DECODE_TPS)
         # The events that end an answer hold no tokens, and count until it is accounted for.
-        found.compare(
-            "lost: completion", tally.tokens - completion, most, why, least=-ENDING_EVENTS
-        )
+        found.compare("lost: completion", tokens - completion, most, why, least=-ENDING_EVENTS)
     elif one.complete:
         # A resumed stream counts its tokens once, however many nodes worked on it.
-        made = tally.tokens if tally.attempts == 1 else one.tokens
-        what = "complete" if tally.attempts == 1 else "resumed"
-        if tally.attempts == 1 and one.kind == "resumed":
+        made = tokens if attempts == 1 else one.tokens
+        what = "complete" if attempts == 1 else "resumed"
+        if attempts == 1 and one.kind == "resumed":
             # All tokens had come before it was cut: the gateway made the end by itself.
             found.compare("ended by the gateway: completion", made - completion, 1, why)
             return
         found.compare(f"{what}: completion", made - completion, 0, why)
         found.compare(f"{what}: prompt", one.prompt_tokens - prompt, 0, why)
-    elif tally.attempts == 1 and completion:
+    elif attempts == 1 and completion:
         most = round((CUT_SECONDS + lag) * DECODE_TPS)
         # The event that ends the answer holds no token.
-        found.compare("cut: completion", tally.tokens - completion, most, why, least=-1)
+        found.compare("cut: completion", tokens - completion, most, why, least=-1)
         known = one.prompt_tokens >= PROGRESS_TOKENS
         estimate = abs(one.prompt_tokens - prompt)
         found.compare("cut: prompt", estimate, 0 if known else one.prompt_tokens // 2 + 8, why)
-    elif tally.attempts == 1:
+    elif attempts == 1:
         # It was left in prefill: by progress or by the time, but never more than there was.
         found.compare("left: prompt", one.prompt_tokens - prompt, one.prompt_tokens, why)
 
 
-@contextlib.asynccontextmanager
-async def emulated_nodes() -> AsyncIterator[list[EmulatedNode]]:
-    async with contextlib.AsyncExitStack() as stack:
-        nodes = [
-            await stack.enter_async_context(
-                EmulatedNode(slots=SLOTS, context=20_000, decode_tps=DECODE_TPS, batch=BATCH,
-                             prefill_tps=PREFILL_TPS, answer_tokens=500)
-            )
-            for _ in range(NODES)
-        ]  # fmt: skip
-        for one in nodes[1:]:
-            one.faults.share_next(nodes[0].faults)
-        yield nodes
-
-
 async def run_once(store_url: str, requests: int, seed: int) -> Findings:
     rng = random.Random(seed)
-    with tempfile.TemporaryDirectory() as folder, claim_port(HOST) as claim:
-        async with emulated_nodes() as nodes:
-            site = Site(Path(folder), nodes, store_url, claimed_port(claim), nice=0)
+    nodes = [
+        EmulatedNode(slots=SLOTS, context=20_000, decode_tps=DECODE_TPS, batch=BATCH,
+                     prefill_tps=PREFILL_TPS, answer_tokens=500)
+        for _ in range(NODES)
+    ]  # fmt: skip
+    for one in nodes[1:]:
+        one.faults.share_next(nodes[0].faults)
+    with tempfile.TemporaryDirectory() as folder:
+        async with a_site(Path(folder), store_url, *nodes) as site:
             await site.start()
             measuring = asyncio.create_task(site.lag.run())
-            try:
-                sent = await play(site, rng, requests)
-            finally:
-                await site.stop()
+            sent = await play(site, rng, requests)
+            await site.stop()
             for one in nodes:
                 await one.until(lambda node=one: node.busy == 0, LIMIT)  # type: ignore[misc]
             measuring.cancel()

@@ -98,7 +98,7 @@ async def test_a_batch_of_a_running_gateway_is_restored_paused_and_runs_when_res
     slow = EmulatedNode(slots=1, decode_tps=5)
     async with gateway_over(places["old"], slow, **settings["old"]) as running:
         batch = await submit(running, lines(3))
-        await until(lambda: running.gateway.fleet.nodes["n0"].leased)
+        await until(lambda: running.gateway.fleet.nodes["node-0"].leased)
         made = await ran("store", "backup", backup, "--config", str(running.settings_file))
         assert made.status == 0, made.err
         folder_id = (places["old"] / "files" / "folder-id").read_text().strip()

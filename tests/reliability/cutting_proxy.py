@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+import httpx
+
 from tests.chaos.faulty_link import FaultyLink
 
 
@@ -45,17 +47,15 @@ class CuttingProxy(FaultyLink):
             plan = self._plan
             if plan.after is not None and request.startswith(plan.path):
                 seen += data
-                if b"text/event-stream" in seen[:2048]:
-                    end = _end_of(seen, plan.after)
-                    if end is not None:
-                        cut = min(end + plan.within, len(seen))
-                        plan.after = None
-                        plan.passed = seen[:cut]
-                        plan.cuts += 1
-                        writer.write(data[: max(0, len(data) - (len(seen) - cut))])
-                        await _flushed(writer)
-                        writer.transport.abort()
-                        return
+                end = _end_of(seen, plan.after) if b"text/event-stream" in seen[:2048] else None
+                if end is not None:
+                    plan.passed = seen[: end + plan.within]
+                    plan.after = None
+                    plan.cuts += 1
+                    writer.write(data[: max(0, len(data) - (len(seen) - len(plan.passed)))])
+                    await _flushed(writer)
+                    writer.transport.abort()
+                    return
             writer.write(data)
             await writer.drain()
 
@@ -82,9 +82,6 @@ def _end_of(seen: bytes, events: int) -> int | None:
 @contextlib.asynccontextmanager
 async def cutting_proxies(urls: list[str], plan: CutPlan) -> AsyncIterator[list[str]]:
     async with contextlib.AsyncExitStack() as stack:
-        proxies = []
-        for url in urls:
-            host, _, port = url.removeprefix("http://").partition(":")
-            proxy = CuttingProxy((host, int(port)), plan)
-            proxies.append(await stack.enter_async_context(proxy))
-        yield [proxy.url for proxy in proxies]
+        targets = [httpx.URL(url) for url in urls]
+        proxies = [CuttingProxy((one.host, one.port or 80), plan) for one in targets]
+        yield [(await stack.enter_async_context(proxy)).url for proxy in proxies]

@@ -56,29 +56,19 @@ def pooled(**options: Any) -> EmulatedNode:
 
 
 @contextlib.asynccontextmanager
-async def two_pooled(
-    kv: str = "auto", **fleet: Any
-) -> AsyncIterator[tuple[BareGateway, list[str], EmulatedNode]]:
-    """A gateway over two nodes; the outcomes of its attempts; and a third node, without a pool."""
-    async with pooled() as one, pooled() as two, EmulatedNode(slots=8, context=POOL) as alone:
-        specs = [a_spec(name, node.url, kv=kv) for name, node in (("a", one), ("b", two))]
-        async with bare_gateway(*specs, **fleet) as gateway:
-            outcomes: list[str] = []
-            gateway.public.timeout = httpx.Timeout(3600)
-            gateway.bus.subscribe(AttemptEnded, lambda event: outcomes.append(event.outcome))
-            yield gateway, outcomes, alone
-
-
-@contextlib.asynccontextmanager
-async def one_pooled(**options: Any) -> AsyncIterator[tuple[BareGateway, list[str], EmulatedNode]]:
-    async with (
-        pooled(**options) as node,
-        bare_gateway(a_spec("a", node.url, kv="shared")) as gateway,
-    ):
+async def over(
+    *nodes: EmulatedNode, kv: str = "shared"
+) -> AsyncIterator[tuple[BareGateway, list[str]]]:
+    """A gateway over these nodes, `a` and `b`, and the outcomes of its attempts."""
+    async with contextlib.AsyncExitStack() as stack:
+        for node in nodes:
+            await stack.enter_async_context(node)
+        specs = [a_spec(name, one.url, kv=kv) for name, one in zip("ab", nodes, strict=False)]
+        gateway = await stack.enter_async_context(bare_gateway(*specs))
         outcomes: list[str] = []
         gateway.public.timeout = httpx.Timeout(3600)
         gateway.bus.subscribe(AttemptEnded, lambda event: outcomes.append(event.outcome))
-        yield gateway, outcomes, node
+        yield gateway, outcomes
 
 
 def blameless(gateway: BareGateway) -> bool:
@@ -88,7 +78,11 @@ def blameless(gateway: BareGateway) -> bool:
 
 @in_virtual_time
 async def test_every_answer_comes_though_the_pools_overflow_and_nobody_is_blamed() -> None:
-    async with two_pooled() as (gateway, outcomes, alone), httpx.AsyncClient() as direct:
+    async with (
+        EmulatedNode(slots=8, context=POOL) as alone,
+        over(pooled(), pooled(), kv="auto") as (gateway, outcomes),
+        httpx.AsyncClient() as direct,
+    ):
         for first in (0, CLIENTS):
             bodies = [chat(first + number) for number in range(CLIENTS)]
             texts = await burst(gateway.public, bodies)
@@ -103,7 +97,7 @@ async def test_every_answer_comes_though_the_pools_overflow_and_nobody_is_blamed
 
 @in_virtual_time
 async def test_a_declared_pool_never_overflows() -> None:
-    async with two_pooled("shared") as (gateway, outcomes, _):
+    async with over(pooled(), pooled()) as (gateway, outcomes):
         bodies = [chat(number, words=9 * number, answer=25 + 10 * number) for number in range(16)]
         await burst(gateway.public, bodies)
         gateway.bus.flush()
@@ -117,7 +111,7 @@ async def test_a_declared_pool_never_overflows() -> None:
 
 @in_virtual_time
 async def test_a_large_request_waits_for_the_pool_and_is_not_passed_over_for_ever() -> None:
-    async with one_pooled() as (gateway, _, node):
+    async with over(node := pooled()) as (gateway, _):
         ended: list[str] = []
 
         async def ask(name: str, body: dict[str, Any]) -> None:
@@ -143,7 +137,7 @@ POOL_ERROR = {"message": "Context size has been exceeded.", "type": "server_erro
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_node_that_always_overflows_gets_a_request_five_times(stream: bool) -> None:
     event = f"data: {json.dumps({'error': POOL_ERROR})}\n\n"
-    async with one_pooled() as (gateway, outcomes, node):
+    async with over(node := pooled()) as (gateway, outcomes):
         node.faults.set("insert", after_events=3, data=event.encode())
         answer = await gateway.public.post(CHAT, json=chat(0) | {"stream": stream})
         assert "node_failed" in answer.text

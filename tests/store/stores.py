@@ -1,4 +1,4 @@
-"""Stores for tests, and waits for what their thread does."""
+"""Stores for tests, of this and of other versions, and waits for what their thread does."""
 
 from __future__ import annotations
 
@@ -8,10 +8,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, create_engine, func, insert, select, text
+from sqlalchemy import (
+    Boolean,
+    Column,
+    Connection,
+    Float,
+    Integer,
+    MetaData,
+    Text,
+    create_engine,
+    func,
+    insert,
+    select,
+    text,
+)
 
-from gateway.store.database import locate_store
-from gateway.store.schema import revisions
+from gateway.store.database import Program, connect, disconnect, locate_store
+from gateway.store.schema import SCHEMA_LEVEL, metadata, revisions
 from gateway.store.store import Store
 
 LIMIT = 30.0
@@ -79,3 +92,51 @@ def names(connection: Connection) -> list[str]:
 def count(connection: Connection) -> int:
     """Return the number of the rows: a job that reads."""
     return connection.scalar(select(func.count()).select_from(revisions)) or 0
+
+
+def a_value(column: Column[Any], number: int) -> Any:
+    """A value, or none where there may be none."""
+    if column.nullable and number % 2:
+        return None
+    if isinstance(column.type, Boolean):
+        return number % 3 == 0
+    if isinstance(column.type, Float):
+        return number / 3 + 1e9
+    if isinstance(column.type, Integer):
+        return number + 1
+    return f"{column.name} '{number}' \u00fc\U0001f680\n"
+
+
+NEXT = SCHEMA_LEVEL + 1
+RELEASED = Program(3)
+"""Version 0.1.0, commit 925fef89."""
+
+
+def later_program(*, needed: int = 1, default: str | None = None) -> Program:
+    """Return a made-up later version, whose revisions have a note; `default`: as SQL has it."""
+    tables = MetaData()
+    for table in metadata.sorted_tables:
+        table.to_metadata(tables)
+    initial = None if default is None else text(default)
+    tables.tables["revisions"].append_column(Column("note", Text, server_default=initial))
+    return Program(NEXT, needed, tables)
+
+
+def make_released_store(url: str, *, level: int = 3) -> None:
+    """Make the tables as version 0.1.0 did, by Alembic, and say that they have this level."""
+    connection = connect(locate_store(url, Path("unused")), lambda _: None)
+    with connection.begin():
+        for statement in _statements(connection):
+            connection.exec_driver_sql(statement)
+        row = {"level": level, "program": "0.1.0", "version": f"{level:04}"}
+        connection.execute(text("INSERT INTO alembic_version VALUES (:version)"), row)
+        new = "INSERT INTO store_levels VALUES (1, :level, 1, :program, 0)"
+        connection.execute(text(new), row)
+    disconnect(connection)
+
+
+def _statements(connection: Connection) -> list[str]:
+    sql = Path(__file__).with_name("level_3.sql").read_text()
+    if connection.dialect.name == "sqlite":
+        sql = sql.replace("BIGSERIAL", "INTEGER").replace("DEFAULT false", "DEFAULT 0")
+    return [*sql.split(";\n")[:-1], "CREATE TABLE alembic_version (version_num TEXT NOT NULL)"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Boolean, Column, Connection, Float, Integer, Table, insert, select
+from sqlalchemy import Connection, insert, select
 
 from gateway.callers.ledger import ROW_COLUMNS
 from gateway.store import copying
@@ -34,11 +34,10 @@ from gateway.store.schema import (
     levels,
     metadata,
     processes,
-    usage,
 )
 from tests.callers.ledger_rows import a_row, add_rows
 from tests.postgres import PostgresServer
-from tests.store.levels import later_program, make_released_store
+from tests.store.stores import a_value, later_program, make_released_store
 
 COPIED = [table for table in metadata.sorted_tables if table is not levels]
 NewPlace = Callable[[str], StoreLocation]
@@ -60,46 +59,37 @@ def new_place(tmp_path: Path, request: pytest.FixtureRequest) -> NewPlace:
 
 
 @contextlib.contextmanager
-def connected(location: StoreLocation) -> Iterator[Connection]:
+def using(
+    location: StoreLocation, program: Program | None = None, *, write: bool = True
+) -> Iterator[Connection]:
+    """A transaction in a store, which gets the tables of this program."""
     connection = connect(location, lambda _: None)
     try:
-        yield connection
+        if program is not None:
+            migrate(connection, program, 1.0)
+        with transaction(connection, write=write):
+            yield connection
     finally:
         disconnect(connection)
 
 
-def a_value(column: Column[Any], number: int) -> Any:
-    if column.nullable and number % 2:
-        return None
-    if isinstance(column.type, Boolean):
-        return number % 3 == 0
-    if isinstance(column.type, Float):
-        return number / 3 + 1e9
-    if isinstance(column.type, Integer):
-        return number + 1
-    return f"{column.name} '{number}' \u00fc\U0001f680\n"
-
-
-def fill(location: StoreLocation, rows: int = 3, program: Program = THIS_PROGRAM) -> None:
+def fill(location: StoreLocation, rows: int = 3) -> None:
     """Make a store with rows in every table, whose columns all have values or none."""
-    with connected(location) as connection:
-        migrate(connection, program, 1.0)
-        with transaction(connection):
-            for table in COPIED:
-                values = [
-                    {column.key: a_value(column, number) for column in table.columns}
-                    for number in range(rows)
-                ]
-                connection.execute(insert(table), values)
+    with using(location, THIS_PROGRAM) as connection:
+        for table in COPIED:
+            values = [
+                {column.key: a_value(column, number) for column in table.columns}
+                for number in range(rows)
+            ]
+            connection.execute(insert(table), values)
 
 
-def rows_of(location: StoreLocation) -> dict[str, list[Any]]:
-    with connected(location) as connection, transaction(connection, write=False):
-        return {table.name: sorted(map(repr, read(connection, table))) for table in COPIED}
-
-
-def read(connection: Connection, table: Table) -> Sequence[Any]:
-    return [tuple(row) for row in connection.execute(select(table))]
+def rows_of(location: StoreLocation) -> dict[str, list[str]]:
+    with using(location, write=False) as connection:
+        return {
+            table.name: sorted(str(tuple(row)) for row in connection.execute(select(table)))
+            for table in COPIED
+        }
 
 
 def exact(source: StoreLocation, target: StoreLocation, **options: Any) -> CopiedStore:
@@ -135,17 +125,14 @@ def test_a_copy_goes_on_where_the_store_was(new_place: NewPlace, kind: str) -> N
     source, target = new_place("sqlite"), new_place(kind)
     fill(source)
     exact(source, target)
-    with connected(target) as connection:
-        with transaction(connection):
-            row = connection.execute(select(levels)).one()
-            assert (row.level, row.needed_level) == (SCHEMA_LEVEL, 1)
-            entry = {"at": 1.0, "actor": "a", "role": "admin", "action": "drain"}
-            connection.execute(insert(audit).values(entry))
-        migrate(connection, THIS_PROGRAM, 2.0)
-        with transaction(connection, write=False):
-            assert [row.id for row in connection.execute(select(audit.c.id).order_by("id"))] == [
-                1, 2, 3, 4,
-            ]  # fmt: skip
+    with using(target) as connection:
+        row = connection.execute(select(levels)).one()
+        assert (row.level, row.needed_level) == (SCHEMA_LEVEL, 1)
+        entry = {"at": 1.0, "actor": "a", "role": "admin", "action": "drain"}
+        connection.execute(insert(audit).values(entry))
+    with using(target, THIS_PROGRAM) as connection:
+        ids = connection.scalars(select(audit.c.id).order_by("id")).all()
+        assert ids == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
@@ -154,22 +141,19 @@ def test_a_copy_is_of_one_moment_while_a_gateway_writes(
 ) -> None:
     monkeypatch.setattr(copying, "STEP_ROWS", 10)
     source, target = new_place(kind), new_place("sqlite")
-    with connected(source) as connection:
-        migrate(connection, THIS_PROGRAM, 1.0)
-        with transaction(connection):
-            add_rows(connection, [a_row(number) for number in range(100)])
+    with using(source, THIS_PROGRAM) as connection:
+        add_rows(connection, [a_row(number) for number in range(100)])
     calls = []
 
     def write(*call: Any) -> None:
         calls.append(call)
-        with connected(source) as connection, transaction(connection):
+        with using(source) as connection:
             add_rows(connection, [a_row(1000 + len(calls))])
 
     copied = exact(source, target, on_rows=write)
     assert copied.tables["usage"] == 100
     assert calls[:10] == [("usage", done, 100) for done in range(10, 101, 10)]
-    with connected(source) as connection, transaction(connection, write=False):
-        assert len(read(connection, usage)) == 100 + len(calls)
+    assert len(rows_of(source)["usage"]) == 100 + len(calls)
 
 
 BATCH = {
@@ -188,13 +172,11 @@ def test_unfinished_batches_are_paused_for_a_reason_that_nothing_else_resumes(
         {**BATCH, "id": "full", "paused_at": 5.0, "pause_reason": "storage_full"},
         {**BATCH, "id": "done", "state": "completed", "ended_at": 6.0},
     ]
-    with connected(source) as connection:
-        migrate(connection, THIS_PROGRAM, 1.0)
-        with transaction(connection):
-            connection.execute(insert(batches), made)
+    with using(source, THIS_PROGRAM) as connection:
+        connection.execute(insert(batches), made)
     copied = copy_store(source, target, pause_batches=True, now=lambda: 9.0)
     assert (copied.paused_batches, copied.folders) == (2, {"f1": 2})
-    with connected(target) as connection, transaction(connection, write=False):
+    with using(target, write=False) as connection:
         columns = batches.c.id, batches.c.paused_at, batches.c.pause_reason
         found = {id_: rest for id_, *rest in connection.execute(select(*columns))}
     assert found == {"running": [9.0, RESTORED], "full": [9.0, RESTORED], "done": [None, None]}
@@ -254,26 +236,22 @@ def test_a_copy_is_its_owners_alone_and_leaves_its_source_as_it_was(new_place: N
         assert list(read.path.parent.iterdir()) == [read.path]
 
 
-# What is refused.
-
-
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
 def test_a_place_with_a_store_is_refused_and_who_uses_it_is_told(
     new_place: NewPlace, kind: str
 ) -> None:
     source, target = new_place("sqlite"), new_place(kind)
     fill(source)
-    with connected(target) as connection:
-        migrate(connection, THIS_PROGRAM, 1.0)
+    with using(target, THIS_PROGRAM):
+        pass
     assert "already" in refused(source, target).message
     alive = {"id": "p", "started_at": 1.0, "seen_at": time.time(), "host": "hal boot", "pid": 7}
-    with connected(target) as connection, transaction(connection):
+    with using(target) as connection:
         connection.execute(insert(processes).values(alive))
     error = refused(source, target)
     assert "a gateway on hal (process 7) uses it" in error.message
     assert "stop the gateway" in error.remedy
-    with connected(target) as connection, transaction(connection, write=False):
-        assert read(connection, keys) == []
+    assert rows_of(target)["keys"] == []
 
 
 @pytest.mark.parametrize("end", ["-wal", "-journal"])
@@ -309,12 +287,12 @@ def test_an_older_store_is_copied_into_the_tables_of_today(new_place: NewPlace, 
     source, target = new_place(kind), new_place("sqlite")
     make_released_store(source.url.render_as_string(hide_password=False))
     row = {name: value for name, value in a_row(1).items() if name not in ROW_COLUMNS[-6:]}
-    with connected(source) as connection, transaction(connection):
+    with using(source) as connection:
         add_rows(connection, [row])
     copied = exact(source, target)
     assert (copied.level, copied.tables["usage"]) == (3, 1)
     assert "learnt" not in copied.tables
-    with connected(source) as connection, transaction(connection, write=False):
+    with using(source, write=False) as connection:
         assert connection.scalar(select(levels.c.level)) == 3
     # The digest is of what there is, whatever the level.
     assert exact(target, new_place("sqlite")).digest == copied.digest
@@ -324,8 +302,8 @@ def test_stores_of_other_versions_that_would_lose_something_are_refused(
     new_place: NewPlace,
 ) -> None:
     newer, ancient = new_place("sqlite"), new_place("sqlite")
-    with connected(newer) as connection:
-        migrate(connection, later_program(), 1.0)
+    with using(newer, later_program()):
+        pass
     error = refused(newer, new_place("sqlite"))
     assert "something would be left out" in error.message
     assert "use the command of version" in error.remedy

@@ -1,23 +1,41 @@
-"""Stores of other levels: older, newer, and used by an old and a new program at once."""
+"""Stores of other levels: older, newer, and used by an old and a new program at once.
+
+What a newer version has changed is told with the remedy, and nothing in it is touched.
+"""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Mapping
+import contextlib
+import sqlite3
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, MetaData, Table, inspect, select, text
+import yaml
+from sqlalchemy import Connection, MetaData, Table, inspect, select, text, update
 from sqlalchemy.engine.interfaces import ReflectedIndex
-from sqlalchemy.sql.sqltypes import Boolean, Float, Integer
 
-from gateway.store.database import connect, disconnect, locate_store
-from gateway.store.failures import StoreTooNew
+from gateway.callers.keys import new_key
+from gateway.store.database import THIS_PROGRAM, Program, connect, disconnect, locate_store
+from gateway.store.failures import StoreLocked, StoreTooNew
 from gateway.store.schema import SCHEMA_LEVEL, levels, metadata
-from tests.store.levels import NEXT, RELEASED, later_program, make_released_store
-from tests.store.stores import LIMIT, add, count, opened
+from tests.cli.running import run
+from tests.emulator import EmulatedNode
+from tests.gateways import running_gateway, until
+from tests.known import known
+from tests.store.stores import (
+    LIMIT,
+    NEXT,
+    RELEASED,
+    a_value,
+    add,
+    count,
+    later_program,
+    make_released_store,
+    opened,
+)
 
 
 def described(connection: Connection) -> dict[str, Any]:
@@ -46,23 +64,6 @@ def reflected(connection: Connection) -> dict[str, Table]:
     tables.reflect(connection)
     of_levels = {"store_levels", "alembic_version"}
     return {name: table for name, table in tables.tables.items() if name not in of_levels}
-
-
-def a_row(table: Table, word: str) -> Mapping[str, Any]:
-    """Return a row with a value in every column that the table had."""
-
-    def value(kind: Any) -> Any:
-        if isinstance(kind, Boolean):
-            return True
-        if isinstance(kind, Float):
-            return 1.5
-        return len(word) if isinstance(kind, Integer) else word
-
-    return {
-        column.name: value(column.type)
-        for column in table.columns
-        if not (table.name == "audit" and column.name == "id")
-    }
 
 
 def test_a_released_store_gets_the_tables_of_a_new_one(
@@ -101,10 +102,11 @@ def test_the_released_program_goes_on_with_all_of_its_tables(store_url: str) -> 
         tables = old.run_now(reflected)
         before = old.run_now(described)
 
-        def write(word: str) -> None:
+        def write(number: int) -> None:
             def job(connection: Connection) -> None:
                 for table in tables.values():
-                    connection.execute(table.insert().values(**a_row(table, word)))
+                    values = {column.name: a_value(column, number) for column in table.columns}
+                    connection.execute(table.insert().values(**values))
 
             old.run_now(job)
 
@@ -113,7 +115,7 @@ def test_the_released_program_goes_on_with_all_of_its_tables(store_url: str) -> 
                 name: len(connection.execute(select(table)).all()) for name, table in tables.items()
             }
 
-        write("a")
+        write(1)
         with opened(store_url) as new:
             after = new.run_now(described)
             assert {name: after[name] for name in before if name != "usage"} == {
@@ -123,10 +125,10 @@ def test_the_released_program_goes_on_with_all_of_its_tables(store_url: str) -> 
                 assert set(mine) <= set(more), "columns and indexes are added alone"
             added = {"learnt", "leadership", "members", "groups"}
             assert after.keys() - before.keys() == added
-            write("bb")
+            write(2)
             assert old.run_now(counts) == new.run_now(counts) == dict.fromkeys(tables, 2)
             assert (old.status().state, old.status().level) == ("up", SCHEMA_LEVEL)
-        write("ccc")
+        write(3)
     # And one that is put back in the place of the new one.
     with opened(store_url, program=RELEASED) as again:
         assert (again.status().state, again.status().level) == ("up", SCHEMA_LEVEL)
@@ -166,54 +168,98 @@ def test_a_migration_that_fails_changes_nothing(store_url: str) -> None:
         assert (old.status().state, old.status().level) == ("up", SCHEMA_LEVEL)
 
 
-WORKER = """
-import itertools, sys
-from pathlib import Path
-from gateway.store.database import THIS_PROGRAM, locate_store
-from gateway.store.failures import StoreError
-from gateway.store.store import Store
-from tests.store.levels import NEXT, later_program
-from tests.store.stores import add
-program = later_program() if sys.argv[2] == "new" else THIS_PROGRAM
-store = Store(locate_store(sys.argv[1], Path("unused")), program=program)
-store.start()
-written = 0
-for number in itertools.count():
-    try:
-        store.run_now(add(f"{sys.argv[2]}-{number}"))
-        written += 1
-    except StoreError as error:
-        # A migration may hold the lock for longer than a job waits.
-        assert error.state == "locked", error
-    if written == 1:
-        print("begun", flush=True)
-    if written >= 300 and store.status().level == NEXT:
-        break
-assert store.close(30)
-print(written)
-"""
-
-
 @pytest.mark.slow
-def test_old_and_new_processes_write_at_the_same_time(store_url: str) -> None:
-    def spawn(name: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-c", WORKER, store_url, name], stdout=subprocess.PIPE, text=True
-        )
+def test_old_and_new_programs_write_at_the_same_time(store_url: str) -> None:
+    begun = threading.Event()
 
-    # The old one writes until it has seen the new level, and 300 rows at least.
-    with spawn("old") as old:
-        try:
-            assert old.stdout is not None
-            assert old.stdout.readline() == "begun\n"
-            with spawn("new") as new:
-                try:
-                    by_new = int(new.communicate(timeout=LIMIT * 2)[0].split()[-1])
-                finally:
-                    new.kill()
-            by_old = int(old.communicate(timeout=LIMIT * 2)[0].split()[-1])
-        finally:
-            old.kill()
-    assert (old.returncode, new.returncode) == (0, 0)
+    def write(program: Program) -> int:
+        written = 0
+        with opened(store_url, program=program, check_seconds=0.1) as store:
+            # The old one writes until it has seen the new level, and 300 rows at least.
+            while written < 300 or store.status().level != NEXT:
+                with contextlib.suppress(
+                    StoreLocked
+                ):  # by a migration, for longer than a job waits
+                    store.run_now(add(f"{program.level}-{written}"))
+                    written += 1
+                begun.set()
+        return written
+
+    with ThreadPoolExecutor(2) as threads:
+        old = threads.submit(write, THIS_PROGRAM)
+        assert begun.wait(LIMIT)
+        new = threads.submit(write, later_program())
+        written = old.result(LIMIT * 2) + new.result(LIMIT * 2)
     with opened(store_url) as store:
-        assert store.run_now(count) == by_old + by_new
+        assert store.run_now(count) == written
+
+
+KEY = new_key("own")
+HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+REMEDY = "run version 9.9.9 or later, or put back a backup from before"
+
+
+@pytest.fixture
+def newer(tmp_path: Path) -> Path:
+    """Return the file of a store that only later programs can use."""
+    file = tmp_path / "state" / "gateway.db"
+    with opened(f"sqlite:///{file}") as store:
+        store.run_now(add("kept"))
+        later = {"level": SCHEMA_LEVEL + 2, "needed_level": SCHEMA_LEVEL + 1, "program": "9.9.9"}
+        store.run_now(lambda connection: connection.execute(update(levels).values(later)))
+    return file
+
+
+def contents(file: Path) -> list[str]:
+    with contextlib.closing(sqlite3.connect(file)) as reader:
+        return list(reader.iterdump())
+
+
+def settings_of(file: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "store": {"url": f"sqlite:///{file}"},
+        "keys": [{"id": KEY.id, "sha256": KEY.sha256, "limits": {"rpm": 3}}],
+        **more,
+    }
+
+
+async def test_a_gateway_serves_on_and_says_what_to_do(newer: Path, tmp_path: Path) -> None:
+    before = contents(newer)
+    async with (
+        EmulatedNode() as node,
+        running_gateway(tmp_path, [node.url], settings_of(newer)) as running,
+    ):
+        store, admin = known(running.gateway.store), running.admin
+        await until(lambda: store.status().state == "too new")
+        headers = {"authorization": f"Bearer {KEY.text}"}
+        for status in (200, 200, 200, 429):  # the limit holds, by counters in memory
+            path = "/v1/chat/completions"
+            answer = await running.client.post(path, json=HELLO, headers=headers)
+            assert answer.status_code == status
+        found = (await admin.get("/admin/status")).json()["store"]
+        assert (found["state"], found["remedy"]) == ("too new", REMEDY)
+        for path in ("/admin/usage", "/admin/audit"):
+            response = await admin.get(path)
+            assert response.status_code in {200, 503}, path
+            assert response.status_code == 200 or "9.9.9" in response.text
+        refused = await admin.post("/admin/keys", json={"name": "alice"})
+        assert refused.status_code == 503
+        assert REMEDY in refused.text
+        assert known(running.gateway.ledger).written == 0
+    assert contents(newer) == before
+
+
+@pytest.mark.parametrize("command", [("keys", "list"), ("keys", "create"), ("usage",)], ids=str)
+def test_a_command_is_refused_with_the_remedy(
+    command: tuple[str, ...], newer: Path, tmp_path: Path
+) -> None:
+    before = contents(newer)
+    file = tmp_path / "gateway.yaml"
+    file.write_text(yaml.safe_dump(settings_of(newer, admin={"port": 1})))
+    ran = run(
+        *command, *(("--name", "alice") if "create" in command else ()), "--config", str(file)
+    )
+    assert (ran.status, ran.out) == (1, "")
+    assert "version 9.9.9 has changed the store" in ran.err
+    assert REMEDY in ran.err
+    assert contents(newer) == before

@@ -5,20 +5,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import wraps
 from pathlib import Path
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any, ParamSpec, Protocol, TypeVar
+from unittest.mock import patch
 
 import httpx
 
 from gateway.callers.keys import hash_key
+from gateway.store.store import Store
+from gateway.stored.folder import DiskThreads
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway
-from tests.stored.virtual_store import store_in_virtual_time
-from tests.virtual import now
+from tests.polling import eventually
+from tests.virtual import VirtualLoop, now
 
+P = ParamSpec("P")
+T = TypeVar("T")
 KEY = "lg_k1_" + "s" * 43
 HEADERS = {"authorization": f"Bearer {KEY}"}
+ENDS = {"completed", "failed", "cancelled", "expired"}
 CALM: dict[str, Any] = {"health": {"interval": 5, "discover_interval": 30}}
 
 
@@ -49,30 +58,50 @@ def lines(number: int, first: int = 0, **body: Any) -> list[dict[str, Any]]:
     ]
 
 
+def holding_the_clock(work: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
+    """Virtual time stands still while this work, which is done by threads, goes on."""
+
+    @wraps(work)
+    async def run(*args: P.args, **keys: P.kwargs) -> T:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        loop._virtual.threads += 1
+        try:
+            return await work(*args, **keys)
+        finally:
+            loop._virtual.threads -= 1
+
+    return run
+
+
+@contextlib.contextmanager
+def store_in_virtual_time() -> Iterator[None]:
+    """The store and the folder of a gateway, while their threads live in real time."""
+    with (
+        patch.object(Store, "run", holding_the_clock(Store.run)),
+        patch.object(Store, "wait_opened", holding_the_clock(Store.wait_opened)),
+        patch.object(DiskThreads, "run", holding_the_clock(DiskThreads.run)),
+    ):
+        yield
+
+
 @contextlib.asynccontextmanager
 async def gateway_over(
     folder: Path, *nodes: EmulatedNode, **settings: Any
 ) -> AsyncIterator[Running]:
-    async with contextlib.AsyncExitStack() as stack:
-        for node in nodes:
-            await stack.enter_async_context(node)
-        specs = [{"name": f"n{number}", "url": node.url} for number, node in enumerate(nodes)]
-        chosen = {"keys": [key()], **CALM, **settings}
-        running = await stack.enter_async_context(running_gateway(folder, specs, chosen))
-        yield running
+    """A gateway with a store; in virtual time its wall clock is virtual too."""
+    loop, chosen = asyncio.get_running_loop(), {"keys": [key()], **CALM, **settings}
+    with contextlib.ExitStack() as stack:
+        if isinstance(loop, VirtualLoop):
+            chosen["store"] = {"url": f"sqlite:///{folder}/gateway.db"}
+            ahead = time.time() - loop.time()
+            wall = SimpleNamespace(time=lambda: ahead + loop.time())
+            stack.enter_context(store_in_virtual_time())
+            stack.enter_context(patch("gateway.app.background.time", wall))
+        async with running_gateway(folder, nodes, chosen) as running:
+            yield running
     log = (folder / "gateway.log").read_text()
     assert "Traceback" not in log, log
-
-
-@contextlib.asynccontextmanager
-async def virtual_gateway_over(
-    folder: Path, *nodes: EmulatedNode, **settings: Any
-) -> AsyncIterator[Running]:
-    """In virtual time, with a store."""
-    store = {"url": f"sqlite:///{folder}/gateway.db"}
-    with store_in_virtual_time():
-        async with gateway_over(folder, *nodes, store=store, **settings) as running:
-            yield running
 
 
 async def submit(running: Asker, items: list[dict[str, Any]], **fields: Any) -> str:
@@ -103,12 +132,12 @@ async def show(running: Asker, batch: str) -> dict[str, Any]:
 
 async def ended(running: Asker, batch: str, seconds: float = 60.0) -> dict[str, Any]:
     """The batch, once it has ended."""
-    async with asyncio.timeout(seconds):
-        while True:
-            found = await show(running, batch)
-            if found["status"] in {"completed", "failed", "cancelled", "expired"}:
-                return found
-            await asyncio.sleep(0.1)
+
+    async def look() -> dict[str, Any] | None:
+        found = await show(running, batch)
+        return found if found["status"] in ENDS else None
+
+    return await eventually(look, seconds)
 
 
 async def time_to_first_token(

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from sqlalchemy import Connection, func, select
 
-from gateway.callers.ledger import ROW_COLUMNS, Ledger, UsageRow
+from gateway.callers.ledger import Ledger
 from gateway.callers.processes import ProcessIdentity
 from gateway.config.stored import BatchSettings
 from gateway.events import RequestRecord
@@ -33,7 +29,7 @@ from gateway.stored.folder import ID_FILE, DiskThreads, Folder, Storage
 from gateway.stored.results import LineResults
 from gateway.stored.runner import Outcome
 from tests.store.stores import LIMIT
-from tests.stored.stored_rows import claim_any
+from tests.stored.stored_rows import claim_any, usage_of
 
 CHAT = "/v1/chat/completions"
 HOUR, DAY = 3600.0, 86400.0
@@ -51,23 +47,12 @@ def jsonl(lines: Iterable[Any]) -> bytes:
     return "".join(f"{text}\n" for text in texts).encode()
 
 
-def usage_row(row: StoredRow, process: str) -> UsageRow:
-    """What the ledger gets for a line that was answered."""
-    values: dict[str, Any] = {
-        "id": row.id, "process": process, "started_at": 1.0, "ended_at": 2.0, "key": row.owner,
-        "model": "m", "class": "batch", "path": row.path, "stream": False, "prompt_tokens": 5,
-        "cached_tokens": 1, "completion_tokens": 3, "slot_seconds": 1.0, "cost": 0.5,
-        "attempts": 1, "status": 200, "outcome": "ok",
-    }  # fmt: skip
-    return tuple(values.get(name) for name in ROW_COLUMNS)
-
-
 def answer(row: StoredRow, process: str, *, status: int = 200, content: bytes = b"") -> Outcome:
     """The outcome of a line: an answer that tells its `custom_id`."""
     body = content or json.dumps({"answer to": row.custom_id}).encode()
     record = RequestRecord(row.id, row.path)
     code = None if status < 400 else "node_failed"
-    return Outcome(status, JSON_HEADER_LINE, body, usage_row(row, process), record, code)
+    return Outcome(status, JSON_HEADER_LINE, body, usage_of(row, process), record, code)
 
 
 @dataclass
@@ -76,7 +61,6 @@ class BatchPlace:
 
     store: Store
     folder: Folder
-    settings: BatchSettings
     files: FileRegistry
     batches: BatchRegistry
     ledger: Ledger
@@ -126,18 +110,27 @@ class BatchPlace:
             claim_any, self.folder.id, self.process.id, limit, self.time[0], 60.0
         )
 
-    async def answer(
-        self, limit: int = 10_000, status: Callable[[StoredRow], int] = lambda _: 200, **more: Any
-    ) -> int:
-        """Claim so many lines at most, and record an answer to each; how many those are."""
-        task, rows = asyncio.create_task(self.results.run()), await self.claim(limit)
+    async def record(
+        self,
+        rows: Iterable[StoredRow],
+        status: Callable[[StoredRow], int] = lambda _: 200,
+        **more: Any,
+    ) -> list[bool]:
+        """Record an answer to each of these lines; whether it was taken."""
+        task = asyncio.create_task(self.results.run())
         added = [
             self.results.add(row, answer(row, self.process.id, status=status(row), **more))
             for row in rows
         ]
-        assert all(await asyncio.gather(*added))
+        taken = await asyncio.gather(*added)
         task.cancel()
-        return len(rows)
+        return taken
+
+    async def answer(self, limit: int = 10_000, **more: Any) -> int:
+        """Claim so many lines at most, and record an answer to each; how many those are."""
+        taken = await self.record(await self.claim(limit), **more)
+        assert all(taken)
+        return len(taken)
 
     async def output(self, batch: Batch, *, errors: bool = False) -> list[Any]:
         found = await self.batches.open_output(batch.owner, batch.id, batch.api, errors=errors)
@@ -181,43 +174,14 @@ async def batch_place(
         await ledger.start(LIMIT)
         await files.storage.on_disk(folder.open)
         results = LineResults(storage, ledger, process)
-        yield BatchPlace(store, folder, chosen, files, batches, ledger, results, process, now)
+        yield BatchPlace(store, folder, files, batches, ledger, results, process, now)
         files.close()
     finally:
         threads.close()
         await store.aclose(LIMIT)
 
 
-async def killed(
-    here: BatchPlace, script: str, arguments: list[str], table: Any, rows: int
-) -> None:
-    """Start a program, and kill it (SIGKILL) when the table has so many rows.
-
-    It prints a line when it begins.
-    """
-    child = _started(script, arguments)
-    assert child.stdout is not None
-    try:
-        assert await asyncio.to_thread(child.stdout.readline)
-        async with asyncio.timeout(LIMIT):
-            while await here.store.run(count(table), write=False) < rows:
-                assert child.poll() is None, "it has ended before"
-                await asyncio.sleep(0.001)  # it needs the store, too
-    finally:
-        child.send_signal(signal.SIGKILL)
-        child.wait(LIMIT)
-        child.stdout.close()
-
-
-def _started(script: str, arguments: list[str]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", script, *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE)
-
-
-def count(table: Any, *conditions: Any) -> Callable[[Any], int]:
+def count(table: Any, *conditions: Any) -> Callable[[Connection], int]:
     """A job of the store: how many rows of the table there are."""
-    return partial(_count, table, conditions)
-
-
-def _count(table: Any, conditions: tuple[Any, ...], connection: Connection) -> int:
-    return connection.scalar(select(func.count()).select_from(table).where(*conditions)) or 0
+    asked = select(func.count()).select_from(table).where(*conditions)
+    return lambda connection: connection.scalar(asked) or 0

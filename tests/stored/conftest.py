@@ -23,10 +23,3 @@ def store(store_url: str) -> Iterator[Store]:
 async def here(store_url: str, tmp_path: Path) -> AsyncIterator[BatchPlace]:
     async with batch_place(store_url, tmp_path / "kept") as made:
         yield made
-
-
-@pytest.fixture
-async def place(tmp_path: Path) -> AsyncIterator[BatchPlace]:
-    """As `here`, in SQLite alone: for what has nothing to do with the kind of the store."""
-    async with batch_place(f"sqlite:///{tmp_path / 'db'}", tmp_path / "kept") as made:
-        yield made

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy import Connection
 
-from gateway.callers.ledger import ROW_COLUMNS
+from gateway.callers.ledger import ROW_COLUMNS, UsageRow
 from gateway.config.stored import BatchSettings
-from gateway.store.failures import StoreLocked
 from gateway.store.schema import batches, stored_requests
 from gateway.store.store import Store
 from gateway.stored import claims
@@ -42,13 +40,6 @@ def do(
 ) -> T:
     """Run a job of the store with these arguments."""
     return store.run_now(lambda connection: job(connection, *args, **keys))
-
-
-def once_unlocked(job: Callable[[], T]) -> T:
-    """Do the job, again and again while it finds the store locked: SQLite's lock is not fair."""
-    while True:
-        with contextlib.suppress(StoreLocked):
-            return job()
 
 
 def limits(**values: Any) -> BatchSettings:
@@ -85,29 +76,18 @@ def a_line(number: int, batch: Batch | None = None, **values: Any) -> StoredRow:
 def alone(number: int, **values: Any) -> StoredRow:
     """A request in the background, of no batch."""
     given: dict[str, Any] = {
+        "id": new_id("resp_", NOW + number, lambda count: "cd" * count),
         "kind": RequestKind.RESPONSE, "owner": "alice", "path": "/v1/responses",
         "place": "requests-1", "offset": 0, "length": 100, "created_at": NOW,
         "keep_until": NOW + DAY, "folder": FOLDER, "class_": "normal", "model": "demo",
     }  # fmt: skip
-    id_ = new_id("resp_", NOW + number, lambda count: "cd" * count)
-    return StoredRow(id=id_, **{**given, **values})
+    return StoredRow(**{**given, **values})
 
 
 def to_run(id_: str, owner: str, path: str, **values: Any) -> StoredRow:
     """A request that is run without a store."""
-    return StoredRow(
-        RequestKind.DEFERRED,
-        owner,
-        path,
-        id=id_,
-        place="requests-1",
-        offset=0,
-        length=0,
-        created_at=NOW,
-        keep_until=NOW + DAY,
-        folder=FOLDER,
-        **values,
-    )
+    given = {"id": id_, "owner": owner, "path": path, "kind": RequestKind.DEFERRED}
+    return alone(0, **{**given, "class_": "batch", "model": None, **values})
 
 
 def find_row(connection: Connection, owner: str, id_: str, kind: RequestKind) -> StoredRow | None:
@@ -153,18 +133,21 @@ def numbers(rows: list[StoredRow]) -> list[int | None]:
     return [row.number for row in rows]
 
 
+def usage_of(row: StoredRow, process: str = "p1") -> UsageRow:
+    """What the ledger gets for a request that was answered."""
+    values: dict[str, Any] = {
+        "id": row.id, "process": process, "started_at": NOW, "ended_at": NOW + 1, "key": row.owner,
+        "model": row.model, "class": "batch", "tier": "cpu", "node": "a", "path": row.path,
+        "stream": False, "prompt_tokens": 10, "cached_tokens": 4, "completion_tokens": 5,
+        "slot_seconds": 0.5, "cost": 0.25, "attempts": 1, "status": 200, "outcome": "ok",
+    }  # fmt: skip
+    return tuple(values.get(name) for name in ROW_COLUMNS)
+
+
 def a_result(row: StoredRow, **values: Any) -> RecordedResult:
     """A response to a stored request, with its usage."""
-    usage = {
-        "id": row.id, "process": "p1", "started_at": NOW, "ended_at": NOW + 1, "key": row.owner,
-        "group_name": None, "user": None, "model": row.model, "class": "batch", "tier": "cpu",
-        "node": "a", "path": row.path, "stream": False, "prompt_tokens": 10, "cached_tokens": 4,
-        "completion_tokens": 5, "slot_seconds": 0.5, "cost": 0.25, "gpu_cost": None,
-        "attempts": 1, "status": 200, "outcome": "ok",
-    } | dict.fromkeys(ROW_COLUMNS[-6:])  # fmt: skip
     given: dict[str, Any] = {
         "state": RequestState.DONE, "status": 200, "result_place": "results-1",
-        "result_offset": 100 * (row.number or 0), "result_length": 100,
-        "usage": tuple(usage[name] for name in ROW_COLUMNS),
+        "result_offset": 100 * (row.number or 0), "result_length": 100, "usage": usage_of(row),
     }  # fmt: skip
     return RecordedResult(row.id, **{**given, **values})

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ from sqlalchemy import Connection, Select, func, select, update
 from gateway.callers.processes import ProcessIdentity, register
 from gateway.config.stored import BatchSettings
 from gateway.errors import GatewayError
-from gateway.store.failures import StoreError
+from gateway.store.failures import StoreError, StoreLocked
 from gateway.store.schema import batches, stored_requests
 from gateway.store.store import Store
-from gateway.stored import batch_rows, files
+from gateway.stored import files
 from gateway.stored.background_requests import add_background
 from gateway.stored.batch_rows import (
     WINDOW_SECONDS,
@@ -28,12 +29,17 @@ from gateway.stored.batch_rows import (
     BatchSpeed,
     SpeedMeter,
     add_batch,
+    begin_batch,
     begin_finalizing,
     cancel_batch,
+    delete_batch,
     end_batch,
     expire_lines,
+    fail_batch,
     find_batch,
     progress_of,
+    remove_batches,
+    unfinished,
 )
 from gateway.stored.claims import (
     BUSY_SECONDS,
@@ -59,7 +65,8 @@ from gateway.stored.claims import (
     work_left,
 )
 from gateway.stored.files import StoredFile
-from gateway.stored.folder import ID_FILE, DiskThreads, Folder, Storage, job
+from gateway.stored.folder import ID_FILE, DiskThreads, Folder, Storage
+from tests.known import known
 from tests.polling import eventually
 from tests.store.stores import CountingStore, opened, wait_until
 from tests.stored.stored_rows import (
@@ -75,11 +82,11 @@ from tests.stored.stored_rows import (
     batch_id,
     begin,
     claim,
+    claim_any,
     do,
     find_row,
     limits,
     numbers,
-    once_unlocked,
 )
 
 LIMIT = 120.0
@@ -92,9 +99,25 @@ def left(store: Store) -> tuple[int, int]:
 
 
 def found(store: Store, row: StoredRow) -> StoredRow:
-    again = store.run_now(lambda c: find_row(c, row.owner, row.id, row.kind))
-    assert again is not None
-    return again
+    return known(do(store, find_row, row.owner, row.id, row.kind))
+
+
+def the_batch(store: Store) -> Batch:
+    return known(do(store, find_batch, "alice", batch_id(), "openai"))
+
+
+def counts(store: Store) -> dict[str, int]:
+    batch = the_batch(store)
+    names = ("total", "completed", "failed", "cancelled", "expired")
+    return {name: getattr(batch, name) for name in names if getattr(batch, name)}
+
+
+def add(store: Store, batch: Batch, most: int = 9) -> Batch:
+    return do(store, add_batch, batch, limits(batches_per_key=most))
+
+
+def recorded(store: Store, results: list[RecordedResult], process: str = "p1") -> list[str]:
+    return sorted(do(store, record, process, results, NOW + 5))
 
 
 def test_lines_that_begin_alike_come_together_the_longest_first(store: Store) -> None:
@@ -123,7 +146,7 @@ def test_of_requests_without_a_batch_the_nearest_deadline_comes_first(store: Sto
     deadlines = None, NOW + 9, NOW + 5, NOW + 5
     rows = [alone(number, deadline=deadline) for number, deadline in enumerate(deadlines, 1)]
     rows.append(alone(5, owner="bob"))
-    store.run_now(lambda c: add_rows(c, rows))
+    do(store, add_rows, rows)
     kind = RequestKind.RESPONSE
     assert [row.id for row in claim(store, kind=kind, owner="bob")] == [rows[4].id]
     assert [row.id for row in claim(store, kind=kind, ids=[rows[1].id])] == [rows[1].id]
@@ -137,11 +160,11 @@ def test_only_the_process_that_has_a_row_renews_it_or_puts_it_back(store: Store)
     begin(store, a_batch(), [a_line(1), a_line(2)])
     mine, other = claim(store, "p1", 1), claim(store, "p2", 1)
     ids = [mine[0].id, other[0].id, "batch_req_unknown"]
-    assert store.run_now(lambda c: renew(c, "p1", ids, NOW + 20, LEASE)) == {mine[0].id}
+    assert do(store, renew, "p1", ids, NOW + 20, LEASE) == {mine[0].id}
     assert found(store, mine[0]).claimed_until == NOW + 20 + LEASE
     assert found(store, other[0]).claimed_until == NOW + LEASE
     for _ in range(2):
-        store.run_now(lambda c: put_back(c, "p1", ids, NOW, failed=True))
+        do(store, put_back, "p1", ids, NOW, failed=True)
         assert left(store) == (1, 1)
     assert found(store, mine[0]).attempts == 1
 
@@ -153,56 +176,33 @@ def test_running_lines_of_a_cancelled_batch_are_not_wanted_and_end_when_put_back
     begin(store, batch, [a_line(number) for number in range(1, 6)])
     taken = claim(store, limit=2)
     ids = [row.id for row in taken]
-    cancelled = store.run_now(lambda c: cancel_batch(c, "alice", batch.id, "openai", NOW + 3))
+    cancelled = do(store, cancel_batch, "alice", batch.id, "openai", NOW + 3)
     assert cancelled is not None
     assert (cancelled.state, cancelled.cancelled) == (BatchState.CANCELLING, 3)
-    assert store.run_now(lambda c: renew(c, "p1", ids, NOW, LEASE)) == set()
-    assert store.run_now(lambda c: begin_finalizing(c, batch.id, NOW)) is None
+    assert do(store, renew, "p1", ids, NOW, LEASE) == set()
+    assert do(store, begin_finalizing, batch.id, NOW) is None
     for _ in range(2):
-        store.run_now(lambda c: put_back(c, "p1", ids, NOW))
-        assert (batch_now(store).cancelled, left(store)) == (5, (0, 0))
+        do(store, put_back, "p1", ids, NOW)
+        assert (the_batch(store).cancelled, left(store)) == (5, (0, 0))
     row = found(store, taken[0])
     assert (row.state, row.ended_at) == (RequestState.CANCELLED, NOW + 3)
-    assert store.run_now(lambda c: begin_finalizing(c, batch.id, NOW)) is not None
+    assert do(store, begin_finalizing, batch.id, NOW) is not None
 
 
 OWN = ProcessIdentity("own.0", "host-1", 1, NOW)
 
 
-def release(store: Store, now: float = NOW, own: ProcessIdentity = OWN) -> int:
-    return store.run_now(lambda c: release_lost(c, FOLDER, own, now))
-
-
 def test_rows_wait_again_when_their_lease_is_over(store: Store) -> None:
     begin(store, a_batch(), [a_line(1), a_line(2)])
     other = ProcessIdentity("other.0", "host-2", 1, NOW)
-    store.run_now(lambda c: register(c, other, NOW))
+    do(store, register, other, NOW)
     claim(store, other.id, 1)
     claim(store, OWN.id, 1, now=NOW + 10)
-    assert release(store, NOW + LEASE - 1) == 0
-    assert release(store, NOW + LEASE) == 1
+    assert do(store, release_lost, FOLDER, OWN, NOW + LEASE - 1) == 0
+    assert do(store, release_lost, FOLDER, OWN, NOW + LEASE) == 1
     assert left(store) == (1, 1)
-    assert release(store, NOW + LEASE + 10) == 1
+    assert do(store, release_lost, FOLDER, OWN, NOW + LEASE + 10) == 1
     assert left(store) == (2, 0)
-
-
-def batch_now(store: Store) -> Batch:
-    found = store.run_now(lambda c: find_batch(c, "alice", a_batch().id, "openai"))
-    assert found is not None
-    return found
-
-
-def counts(store: Store) -> dict[str, int]:
-    batch = batch_now(store)
-    return {
-        name: getattr(batch, name)
-        for name in ("total", "completed", "failed", "cancelled", "expired")
-        if getattr(batch, name)
-    }
-
-
-def recorded(store: Store, results: list[RecordedResult], process: str = "p1") -> list[str]:
-    return sorted(store.run_now(lambda c: record(c, process, results, NOW + 5)))
 
 
 def test_results_are_recorded_and_counted_once_however_often_it_is_tried(store: Store) -> None:
@@ -217,7 +217,7 @@ def test_results_are_recorded_and_counted_once_however_often_it_is_tried(store: 
         assert counts(store) == {
             "total": 5, "completed": 1, "failed": 1, "expired": 1, "cancelled": 1
         }  # fmt: skip
-        batch = batch_now(store)
+        batch = the_batch(store)
         sums = batch.prompt_tokens, batch.cached_tokens, batch.completion_tokens, batch.cost
         assert sums == (40, 16, 20, 1.0)
     row = found(store, rows[0])
@@ -228,21 +228,16 @@ def test_results_are_recorded_and_counted_once_however_often_it_is_tried(store: 
 def test_the_result_of_a_row_that_another_has_taken_does_not_count(store: Store) -> None:
     begin(store, a_batch(), [a_line(1), a_line(2)])
     rows = claim(store, "p1")
-    store.run_now(lambda c: put_back(c, "p1", [rows[0].id], NOW))
+    do(store, put_back, "p1", [rows[0].id], NOW)
     assert recorded(store, [a_result(row) for row in rows]) == [rows[1].id]
     (again,) = claim(store, "p2")
     assert recorded(store, [a_result(rows[0], result_place="results-9")], "p1") == []
     assert recorded(store, [a_result(again)], "p2") == [again.id]
     assert recorded(store, [a_result(again, result_place="results-9")], "p1") == []
+    # Nor is another result of the same process taken for the first one.
+    for other in ({"result_offset": 7}, {"state": RequestState.FAILED}):
+        assert recorded(store, [a_result(again, **other)], "p2") == []
     assert counts(store) == {"total": 2, "completed": 2}
-
-
-def test_another_result_of_the_same_process_is_not_taken_for_the_first_one(store: Store) -> None:
-    begin(store, a_batch(), [a_line(1)])
-    (row,) = claim(store)
-    assert recorded(store, [a_result(row)]) == [row.id]
-    assert recorded(store, [a_result(row, result_offset=7)]) == []
-    assert recorded(store, [a_result(row, state=RequestState.FAILED)]) == []
 
 
 def leases_of(store: Store, path: Path) -> RowLeases:
@@ -317,7 +312,7 @@ class Trouble:
     def _step(self, store: Store) -> None:
         rng, own = self.rng, self.own
         limit, model = rng.randint(1, 12), rng.choice([None, "demo"])
-        rows = once_unlocked(lambda: claim(store, own.id, limit, model=model))
+        rows = unlocked(store, claim_any, FOLDER, own.id, limit, NOW, LEASE, model=model)
         ids = [row.id for row in rows]
         if rng.random() < 0.3:
             unlocked(store, renew, own.id, ids, NOW, LEASE)
@@ -354,7 +349,10 @@ def pairs(connection: Connection, asked: Select[Any]) -> list[tuple[str, int]]:
 
 
 def unlocked(store: Store, job: Callable[..., Any], *args: Any, **keys: Any) -> Any:
-    return once_unlocked(lambda: do(store, job, *args, **keys))
+    """Do a job, again and again while the store is locked: SQLite's lock is not fair."""
+    while True:
+        with contextlib.suppress(StoreLocked):
+            return do(store, job, *args, **keys)
 
 
 @pytest.mark.timeout(300)
@@ -401,103 +399,79 @@ def test_counts_stay_exact_while_several_processes_work_and_cancel(
         assert ends == {batch.id: 1 for batch in batches}
 
 
-def token(count: int) -> str:
-    return "ab" * count
-
-
-def groups(store: Store, now: float = NOW) -> list[WaitingLines]:
-    return store.run_now(lambda c: list(waiting_lines(c, FOLDER, now)), write=False)
-
-
-def kinds(store: Store) -> dict[str, int]:
-    return do(store, waiting_by_kind, FOLDER, NOW)
-
-
 def test_groups_are_sums_of_what_may_run_now(store: Store) -> None:
     first, second = a_batch(1), a_batch(2, owner="bob", class_="normal", expires_at=NOW + 60)
     begin(store, first, [a_line(n, first, max_tokens=10 * n) for n in range(1, 5)])
     several = [a_line(n, second, model=f"m{n % 2}" if n > 1 else None) for n in range(1, 6)]
     begin(store, second, several, model=None)
-    store.run_now(lambda c: add_rows(c, [alone(1), alone(2, deadline=NOW + 5, max_tokens=7)]))
-    found = sorted(groups(store), key=lambda one: (one.owner, one.model or ""))
-    assert found == [
+    do(store, add_rows, [alone(1), alone(2, deadline=NOW + 5, max_tokens=7)])
+    groups = do(store, lambda connection: list(waiting_lines(connection, FOLDER, NOW)))
+    assert sorted(groups, key=lambda one: (one.owner, one.model or "")) == [
         WaitingLines(first.id, "alice", PATH, "demo", "batch", 4, NOW + DAY),
         WaitingLines(second.id, "bob", PATH, None, "normal", 1, NOW + 60),
         WaitingLines(second.id, "bob", PATH, "m0", "normal", 2, NOW + 60),
         WaitingLines(second.id, "bob", PATH, "m1", "normal", 2, NOW + 60),
     ]
-    assert kinds(store) == {"response": 2}
+    assert do(store, waiting_by_kind, FOLDER, NOW) == {"response": 2}
 
 
-@dataclass(slots=True)
-class Place:
-    """A folder whose work is looked for, by a clock that stands still."""
-
-    store: CountingStore
-    folder: Folder
-    seconds: list[float] = field(default_factory=lambda: [time.monotonic()])
-
-    def work(self) -> UnfinishedWork:
-        storage = Storage(
-            self.store, self.folder, DiskThreads(), BatchSettings, clock=lambda: self.seconds[0]
-        )
-        return UnfinishedWork(storage)
+def a_request(store: Store) -> None:
+    do(store, add_background, alone(1), limits())
 
 
-def a_folder(path: Path, id_: str) -> Folder:
-    path.mkdir(0o700)
-    (path / ID_FILE).write_text(id_)
-    folder = Folder(path, most_bytes=lambda: 1 << 30)
-    assert folder.open() == id_
-    return folder
+def change(store: Store, table: Any, **values: Any) -> None:
+    do(store, lambda connection: connection.execute(update(table).values(**values)))
 
 
 @pytest.fixture
-def place(store_url: str, tmp_path: Path) -> Iterator[Place]:
-    with opened(store_url) as plain:
-        made = CountingStore(plain.location, look_seconds=0.01)
-        made.start()
-        try:
-            # It is open, and has looked at its version for the first time.
-            wait_until(lambda: made.status().up and made.changes >= 2, made)
-            yield Place(made, a_folder(tmp_path / "batches", FOLDER))
-        finally:
-            made.close(30.0)
+def work(store_url: str, tmp_path: Path) -> Iterator[UnfinishedWork]:
+    """The work of a folder, by a clock that stands still."""
+    (tmp_path / "batches").mkdir(0o700)
+    (tmp_path / "batches" / ID_FILE).write_text(FOLDER)
+    folder, seconds = Folder(tmp_path / "batches", most_bytes=lambda: 1 << 30), time.monotonic()
+    assert folder.open() == FOLDER
+    with opened(store_url), opened(store_url, CountingStore, look_seconds=0.01) as store:
+        # It has looked at its version for the first time.
+        wait_until(lambda: store.changes >= 2, store)
+        yield UnfinishedWork(
+            Storage(store, folder, DiskThreads(), BatchSettings, clock=lambda: seconds)
+        )
 
 
-def add_request(store: Store, number: int = 1) -> None:
-    store.run_now(job(add_background, alone(number), limits()))
+def pass_(work: UnfinishedWork, seconds: float) -> None:
+    later = work.storage.clock() + seconds
+    work.storage = replace(work.storage, clock=lambda: later)
 
 
 async def test_the_store_is_not_asked_again_until_this_process_has_added_something(
-    place: Place,
+    work: UnfinishedWork,
 ) -> None:
-    work = place.work()
+    store = work.storage.store
+    assert isinstance(store, CountingStore)
     assert not await work.exists()
-    asked = place.store.jobs
+    asked = store.jobs
     for _ in range(100):
         assert not await work.exists()
     # PostgreSQL does not tell what it has, but then the clock decides.
-    assert place.store.jobs == asked
-    add_request(place.store)
+    assert store.jobs == asked
+    a_request(store)
     work.added()
     assert await work.exists()
     assert await work.exists()
-    assert place.store.jobs == asked + 1
-    do(place.store, set_state, "done")
+    assert store.jobs == asked + 1
+    change(store, stored_requests, state="done")
     assert await work.exists()
-    place.seconds[0] += BUSY_SECONDS
+    pass_(work, BUSY_SECONDS)
     assert not await work.exists()
 
 
-async def test_what_another_process_adds_is_seen(place: Place, store_url: str) -> None:
-    work = place.work()
+async def test_what_another_process_adds_is_seen(work: UnfinishedWork, store_url: str) -> None:
     assert not await work.exists()
     with opened(store_url) as other:
-        add_request(other)
-    if place.store.location.path is None:
+        a_request(other)
+    if work.storage.store.location.path is None:
         assert not await work.exists()
-        place.seconds[0] += UNTOLD_SECONDS
+        pass_(work, UNTOLD_SECONDS)
 
     async def seen() -> bool | None:
         return await work.exists() or None
@@ -505,87 +479,44 @@ async def test_what_another_process_adds_is_seen(place: Place, store_url: str) -
     assert await eventually(seen)
 
 
-async def test_what_waits_runs_or_has_not_ended_is_work(place: Place) -> None:
-    store, work = place.store, place.work()
+async def test_what_waits_runs_or_has_not_ended_is_work(work: UnfinishedWork) -> None:
+    store = work.storage.store
 
     async def exists() -> bool:
         work.added()
         return await work.exists()
 
-    store.run_now(job(add_batch, a_batch(), limits()))
+    add(store, a_batch())
     assert await exists()
-    do(store, end_batches)
+    change(store, batches, ended_at=NOW)
     assert not await exists()
     # Left over by a process that was killed, or by one that still runs it.
     assert do(store, add_rows, [a_line(1)])
-    do(store, set_state, "running")
+    change(store, stored_requests, state="running")
     assert await exists()
-    do(store, set_state, "done")
+    change(store, stored_requests, state="done")
     assert not await exists()
-    add_request(store)
+    a_request(store)
     assert await exists()
     assert len(claim(store, kind=RequestKind.RESPONSE)) == 1
     assert await exists()
 
 
-def end_batches(connection: Connection) -> None:
-    connection.execute(update(batches).values(ended_at=NOW))
-
-
-def set_state(connection: Connection, state: str) -> None:
-    connection.execute(update(stored_requests).values(state=state))
-
-
-def add(store: Store, batch: Batch, most: int = 9) -> Batch:
-    return do(store, batch_rows.add_batch, batch, limits(batches_per_key=most))
-
-
-def find(store: Store) -> Batch:
-    batch = do(store, batch_rows.find_batch, "alice", batch_id(), "openai")
-    assert batch is not None
-    return batch
-
-
-def a_file(id_: str = "file-1", **values: Any) -> StoredFile:
-    given: dict[str, Any] = {
-        "owner": "alice", "name": "x.jsonl", "purpose": "batch", "bytes": 9, "sha256": "",
-        "created_at": NOW, "expires_at": None, "folder": FOLDER,
-    }  # fmt: skip
-    return StoredFile(id_, **{**given, **values})
-
-
-def end_lines(store: Store, rows: list[StoredRow], **values: Any) -> None:
-    do(store, record, "p1", [a_result(row, **values) for row in rows], NOW)
-
-
-def finalize(store: Store, id_: str | None = None) -> Batch | None:
-    return do(store, batch_rows.begin_finalizing, id_ or batch_id(), NOW)
-
-
-def end(store: Store, id_: str | None = None) -> Batch:
-    """End a batch all of whose lines have ended."""
-    assert finalize(store, id_) is not None
-    ended = do(store, batch_rows.end_batch, id_ or batch_id(), None, None, NOW)
-    assert ended is not None
-    return ended
-
-
-def test_a_batch_comes_back_as_it_was_added(store: Store) -> None:
+def test_a_batch_comes_back_as_it_was_added_and_by_its_idempotency_key_to_its_owner_alone(
+    store: Store,
+) -> None:
     batch = a_batch(
         metadata={"team": "ü"}, errors=[{"code": "x", "line": None}], idempotency_key="k",
         request_digest="d", webhook_url="https://example.org/", output_seconds=3600.0, user="ann",
     )  # fmt: skip
-    assert add(store, batch, 1) == find(store) == add(store, batch, 1) == batch
-    assert do(store, batch_rows.unfinished, FOLDER) == [batch]
-    assert do(store, batch_rows.unfinished, "other") == []
-
-
-def test_the_same_idempotency_key_gives_the_earlier_batch_or_a_conflict(store: Store) -> None:
-    first = add(store, a_batch(1, idempotency_key="k", request_digest="d1"), 1)
-    assert add(store, a_batch(2, idempotency_key="k", request_digest="d1"), 1) == first
+    assert add(store, batch, 1) == the_batch(store) == add(store, batch, 1) == batch
+    assert do(store, unfinished, FOLDER) == [batch]
+    assert do(store, unfinished, "other") == []
+    assert add(store, replace(batch, id=batch_id(2)), 1) == batch
     with pytest.raises(GatewayError, match="sent before with another request"):
-        add(store, a_batch(3, idempotency_key="k", request_digest="d2"), 1)
-    add(store, a_batch(4, idempotency_key="k", request_digest="d2", owner="bob"), 1)
+        add(store, replace(batch, id=batch_id(3), request_digest="d2"), 1)
+    other = replace(batch, id=batch_id(4), owner="bob")
+    assert add(store, other, 1) == other
 
 
 def test_an_owner_has_at_most_so_many_unfinished_batches(store: Store) -> None:
@@ -594,19 +525,15 @@ def test_an_owner_has_at_most_so_many_unfinished_batches(store: Store) -> None:
     with pytest.raises(GatewayError, match="2 batches that have not ended"):
         add(store, a_batch(3), 2)
     add(store, a_batch(4, owner="bob"), 2)
-    do(store, batch_rows.fail_batch, batch_id(1), [], NOW)
+    do(store, fail_batch, batch_id(1), [], NOW)
     add(store, a_batch(3), 2)
 
 
 def test_the_input_file_must_be_the_owners_of_the_right_purpose_and_here(store: Store) -> None:
-    for file in (
-        a_file("file-1"),
-        a_file("file-2", purpose="user_data"),
-        a_file("file-3", owner="bob"),
-        a_file("file-4", folder="elsewhere"),
-        a_file("file-5", expires_at=NOW),
-    ):
-        do(store, files.add_file, file)
+    file = StoredFile("file-1", "alice", "x.jsonl", "batch", 9, "", NOW, None, FOLDER)
+    others = {"purpose": "user_data"}, {"owner": "bob"}, {"folder": "far"}, {"expires_at": NOW}
+    for number, values in enumerate(({}, *others), 1):
+        do(store, files.add_file, replace(file, id=f"file-{number}", **values))  # type: ignore[arg-type]
 
     def outcome(number: int) -> str:
         try:
@@ -629,118 +556,57 @@ def test_a_batch_that_fails_as_a_whole_tells_its_listener_once(store: Store) -> 
     errors = [{"code": "empty_file", "message": "…", "param": None, "line": None}]
     told: list[Batch] = []
     first, again = (
-        do(store, batch_rows.fail_batch, batch_id(), errors, NOW, lambda _, one: told.append(one))
+        do(store, fail_batch, batch_id(), errors, NOW, lambda _, one: told.append(one))
         for _ in range(2)
     )
-    begun = do(store, batch_rows.begin_batch, batch_id(), None, NOW)
+    begun = do(store, begin_batch, batch_id(), None, NOW)
     assert first is not None
-    assert first == again == begun == find(store)
+    assert first == again == begun == the_batch(store)
     assert told == [first]
     assert (first.state, first.errors, first.ended_at) == (BatchState.FAILED, errors, NOW)
 
 
-def test_a_batch_is_finalized_once_when_no_line_waits_or_runs(store: Store) -> None:
-    begin(store, a_batch(), [a_line(1), a_line(2), a_line(3, state=RequestState.FAILED)])
-    begun = find(store)
-    assert (begun.state, begun.total, begun.failed) == (BatchState.IN_PROGRESS, 3, 1)
-    assert do(store, batch_rows.begin_batch, batch_id(), None, NOW + 1) == begun
-    rows = claim(store)
-    assert finalize(store) is None
-    end_lines(store, rows[:1])
-    assert finalize(store) is None
-    assert do(store, batch_rows.end_batch, batch_id(), None, None, NOW) is None
-    end_lines(store, rows[1:], state=RequestState.FAILED)
-    finalizing = finalize(store)
-    assert finalizing is not None
-    assert finalizing.state is BatchState.FINALIZING
-    assert finalize(store) == finalizing
-
-
-def test_a_batch_ends_once_and_the_loser_hears_of_it(store: Store) -> None:
-    begin(store, a_batch(), [a_line(1)])
-    end_lines(store, claim(store))
-    finalize(store)
-    output = a_file("file-out", purpose="batch_output")
-    told: list[Batch] = []
-
-    def end(file: StoredFile | None) -> Batch | None:
-        listener = lambda _, batch: told.append(batch)  # noqa: E731
-        return do(store, batch_rows.end_batch, batch_id(), file, None, NOW + 1, listener)
-
-    ended = end(output)
-    assert ended is not None
-    assert (ended.state, ended.output_file, ended.error_file, ended.ended_at) == (
-        BatchState.COMPLETED, "file-out", None, NOW + 1,
-    )  # fmt: skip
-    assert end(output) == ended, "a commit that nobody knows of is done again"
-    assert end(a_file("file-late")) is None
-    assert told == [ended]
-    assert do(store, files.find_file, "alice", "file-out", NOW) == output
-    assert do(store, files.find_file, "alice", "file-late", NOW) is None
-
-
-def cancel(store: Store, limit: int = 1000) -> Batch:
-    batch = do(store, batch_rows.cancel_batch, "alice", batch_id(), "openai", NOW, limit=limit)
-    assert batch is not None
-    return batch
+def end(store: Store) -> Batch:
+    assert do(store, begin_finalizing, batch_id(), NOW) is not None
+    return known(do(store, end_batch, batch_id(), None, None, NOW))
 
 
 def test_a_batch_that_is_read_or_finalized_can_be_cancelled_and_ends_so(store: Store) -> None:
+    def cancel() -> Batch:
+        return known(do(store, cancel_batch, "alice", batch_id(), "openai", NOW))
+
     add(store, a_batch())
     do(store, add_rows, [a_line(1), a_line(2, state=RequestState.FAILED)])
-    batch = cancel(store)
+    batch = cancel()
     assert (batch.state, batch.total, batch.cancelled, batch.failed) == (
         BatchState.CANCELLING, 2, 1, 1,
     )  # fmt: skip
-    assert do(store, batch_rows.begin_batch, batch_id(), None, NOW) == batch
-    assert cancel(store) == batch
-    assert finalize(store) is not None
-    assert cancel(store).state is BatchState.CANCELLING
+    assert do(store, begin_batch, batch_id(), None, NOW) == batch
+    assert cancel() == batch
+    assert do(store, begin_finalizing, batch_id(), NOW) is not None
+    assert cancel().state is BatchState.CANCELLING
     ended = end(store)
     assert ended.state is BatchState.CANCELLED
-    assert cancel(store) == ended
-
-
-def ended_batch(store: Store, number: int = 1, **values: Any) -> Batch:
-    batch = a_batch(number, **values)
-    begin(store, batch, [a_line(n, batch) for n in range(1, 6)])
-    end_lines(store, claim(store, batch=batch.id), result_place=f"results-{number}")
-    return end(store, batch.id)
+    assert cancel() == ended
 
 
 def test_a_deleted_batch_is_gone_at_once_and_removed_with_its_lines(store: Store) -> None:
-    begin(store, a_batch(3), [a_line(1, a_batch(3))])
-    batch = ended_batch(store, idempotency_key="k")
+    batch, other = a_batch(idempotency_key="k"), a_batch(3)
+    begin(store, other, [a_line(1, other)])
+    begin(store, batch, [a_line(number) for number in range(1, 6)])
+    recorded(store, [a_result(row) for row in claim(store, batch=batch.id)])
+    end(store)
     deleted = [
-        do(store, batch_rows.delete_batch, "alice", id_, "openai")
-        for id_ in (batch.id, batch.id, batch_id(3))
+        do(store, delete_batch, "alice", id_, "openai") for id_ in (batch.id, batch.id, other.id)
     ]
     assert deleted == [["file-1", "results-1"], None, None]
-    assert [one.id for one in do(store, batch_rows.unfinished, FOLDER)] == [batch_id(3)]
+    assert [one.id for one in do(store, unfinished, FOLDER)] == [other.id]
     again = a_batch(2, idempotency_key="k")
     assert add(store, again) == again
-    ids = [batch.id, batch_id(3)]
-    removed = [do(store, batch_rows.remove_batches, ids, limit=3) for _ in range(3)]
+    removed = [do(store, remove_batches, [batch.id, other.id], limit=3) for _ in range(3)]
     assert removed == [False, True, True]
     assert do(store, find_row, "alice", a_line(1).id, RequestKind.LINE) is None
-    assert do(store, work_left, batch_id(3)).waiting == 1
-
-
-def test_batches_are_due_when_their_time_is_over_without_their_owners_file(store: Store) -> None:
-    do(store, files.add_file, a_file("file-1"))
-    ended_batch(store, 1, keep_until=NOW + 10, input_file="file-1")
-    ended_batch(store, 2, keep_until=NOW + 20)
-    begin(store, a_batch(3, keep_until=NOW), [a_line(1, a_batch(3))])
-
-    def due(now: float) -> dict[str, list[str]]:
-        return do(store, batch_rows.take_due_batches, FOLDER, now, 9)
-
-    first = {batch_id(1): ["results-1"]}
-    assert due(NOW + 9) == {}
-    assert due(NOW + 10) == due(NOW + 11) == first
-    assert due(NOW + DAY) == {**first, batch_id(2): ["file-1", "results-2"]}
-    assert do(store, batch_rows.remove_batches, [batch_id(1), batch_id(2)])
-    assert due(NOW + DAY) == {}
+    assert do(store, work_left, other.id).waiting == 1
 
 
 BATCH = Batch(

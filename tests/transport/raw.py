@@ -61,7 +61,9 @@ class RawServer:
 
 
 @asynccontextmanager
-async def raw_server(script: Script, tls: ssl.SSLContext | None = None) -> AsyncIterator[RawServer]:
+async def raw_server(
+    script: Script, tls: ssl.SSLContext | None = None, host: str = "127.0.0.1"
+) -> AsyncIterator[RawServer]:
     """A server that runs `script` on every connection and closes it afterwards."""
     raw = RawServer(0)
     tasks: set[asyncio.Task[None]] = set()
@@ -83,7 +85,7 @@ async def raw_server(script: Script, tls: ssl.SSLContext | None = None) -> Async
             tasks.discard(task)
             writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls)
+    server = await asyncio.start_server(serve, host, 0, ssl=tls)
     raw.port = server.sockets[0].getsockname()[1]
     try:
         yield raw

@@ -17,10 +17,9 @@ from openai import AsyncOpenAI
 from openai.types import Batch, FileObject
 
 from gateway.callers.keys import ApiKey
-from gateway.local.server import claim_port, claimed_port
 from gateway.stored.batch_rows import Batch as Row
 from gateway.web.batches import batch_object
-from tests.callers.kills import HOST, Site
+from tests.callers.kills import a_site
 from tests.clients import npm
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode, expected_chat_text
@@ -324,20 +323,14 @@ async def test_openai_uploads_creates_polls_reads_lists_and_deletes(
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 async def test_openai_follows_a_response_through_a_kill(script: Path, tmp_path: Path) -> None:
-    async with EmulatedNode(decode_tps=20, answer_tokens=100_000) as node:
-        with claim_port(HOST) as claim:
-            store = f"sqlite:///{tmp_path}/store.db"
-            site = Site(tmp_path, [node], store, claimed_port(claim), nice=0)
+    node, store = EmulatedNode(decode_tps=20, answer_tokens=100_000), f"sqlite:///{tmp_path}/db"
+    async with a_site(tmp_path, store, node) as site:
+        await site.start()
+        async with npm.running_script(script, site.url, "background", "unused") as process:
+            assert await npm.script_line(process) == b"reading\n"
+            await site.kill()
             await site.start()
-            try:
-                url = f"http://{HOST}:{site.port}"
-                async with npm.running_script(script, url, "background", "unused") as process:
-                    assert await npm.script_line(process) == b"reading\n"
-                    await site.kill()
-                    await site.start()
-                    told: Any = await npm.script_result(process)
-            finally:
-                await site.stop()
+            told: Any = await npm.script_result(process)
     assert told["cuts"] >= 1
     assert told["numbers"] == list(range(len(told["numbers"])))
     asked = [{"role": "user", "content": "tell me a story"}]
