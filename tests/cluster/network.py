@@ -46,16 +46,15 @@ def enter(module: str, arguments: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One machine: a namespace with an address, or an address of this one's loopback."""
+    """One machine: a namespace with an address."""
 
     name: str
     address: str
-    is_own: bool = True
 
     @property
-    def prefix(self) -> tuple[str, ...]:
+    def prefix(self) -> tuple[str, str, str, str]:
         """What a command begins with that runs there."""
-        return ("ip", "netns", "exec", self.name) if self.is_own else ()
+        return ("ip", "netns", "exec", self.name)
 
     def cut(self, addresses: Iterable[str] = (), ports: Iterable[int] = ()) -> None:
         """Lose all packets from and to these addresses, and those of these ports elsewhere."""
