@@ -31,5 +31,9 @@ def test_three_members_go_through_faults_of_processes_network_and_database() -> 
     drill("--faults", faults, "--lines", "20")
 
 
+def test_whatever_happens_to_the_database_somebody_leads_again() -> None:
+    drill("--faults", "slow-database,halt-database,stale-standby")
+
+
 def test_one_gateway_of_two_edges_goes_through_faults_of_edges_and_database() -> None:
     drill("--one", "--edges", "2", "--faults", "kill-edge,terminate-backends")
