@@ -1,9 +1,10 @@
-"""What keeps the house in order and no linter knows."""
+"""What keeps the house in order and no linter knows; what the pages tell one to type exists."""
 
 from __future__ import annotations
 
-import ast
+import importlib.util
 import re
+import shlex
 import shutil
 import subprocess
 import tomllib
@@ -11,10 +12,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from gateway import __version__
+from tests.command_lines import BLOCK, PROMPT, calls, unknown
 from tests.house import picture
 from tests.house.source import ROOT, cycles, imports, modules, shared_class_names
 
@@ -22,6 +25,10 @@ MODULES = sorted((ROOT / "gateway").rglob("*.py"))
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 PINS = sorted((ROOT / "requirements").glob("*.txt"))
 LINES_OF_A_MODULE = 1200
+MOST_ENTRIES = 12
+"""What a reader takes in at a glance: of the navigation, and of a group that is unfolded."""
+PICTURE = ROOT / "docs" / "images" / "first-minute.svg"
+BEFORE_THE_PATH = re.compile(r"\.venv/bin/(?!activate)")
 NAMES_THAT_HIDE = {"common", "helper", "helpers", "manager", "misc", "util", "utils"}
 # Written so that this file does not hold what it looks for.
 REGISTRY = re.compile(
@@ -91,16 +98,6 @@ def test_modules_are_named_for_what_they_do() -> None:
         name: {word for one in split for word in one.split("_")} for name, split in parts.items()
     }
     assert [name for name, found in words.items() if found & NAMES_THAT_HIDE] == []
-
-
-def test_modules_say_what_they_are() -> None:
-    texts = {shown(module): module.read_text() for module in MODULES}
-    silent = [
-        name
-        for name, text in texts.items()
-        if text.strip() and not ast.get_docstring(ast.parse(text))
-    ]
-    assert silent == []
 
 
 SHARED_CLASS_NAMES = {"Problem", "RequestCounts", "Sender"}
@@ -211,6 +208,77 @@ def test_the_changelog_has_a_place_for_what_comes_next() -> None:
 
 def test_the_version_is_a_release_number() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc)\d+)?", __version__)
+
+
+# The pages.
+
+
+@pytest.mark.parametrize("page", PAGES, ids=shown)
+def test_every_command_and_flag_of_a_page_exists(page: Path) -> None:
+    text = page.read_text()
+    assert [(" ".join(words), wrong) for words in calls(text) if (wrong := unknown(words))] == []
+    modules = re.findall(r"python -m ((?:tests|gateway)[\w.]*)", text)
+    assert [name for name in modules if importlib.util.find_spec(name) is None] == []
+
+
+MODULES_OF_PAGES = {
+    f"/{shown(path)}"
+    for part in ("gateway", "setup", "tests", "deploy")
+    for path in (ROOT / part).rglob("*.py")
+}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=shown)
+def test_every_module_that_a_page_names_exists(page: Path) -> None:
+    named = set(re.findall(r"`([\w/]+\.py)`", page.read_text()))
+    assert {
+        name for name in named if not any(one.endswith(f"/{name}") for one in MODULES_OF_PAGES)
+    } == set()
+
+
+def test_a_command_that_does_not_exist_is_found() -> None:
+    page = "```console\n$ cd x && llama-gateway nodes drain a --slowly  # soon\n```\n"
+    page += "`llama-gateway fly`, `journalctl -u llama-gateway -n 5`, `llama-gateway nodes fix a`\n"
+    assert [unknown(words) for words in calls(page)] == [["--slowly"], ["fly"], ["fix"]]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=shown)
+def test_commands_look_the_same_everywhere(page: Path) -> None:
+    """In `console` blocks behind a `$`; the program and its peers are on the PATH."""
+    for block in BLOCK.finditer(page.read_text()):
+        assert block["kind"] not in {"bash", "sh", "shell"}, (
+            "write ```console, and `$ ` before commands"
+        )
+        if block["kind"] == "console":
+            assert not BEFORE_THE_PATH.search(block["text"]), (
+                "after one `source .venv/bin/activate`"
+            )
+            assert PROMPT.match(block["text"]), "the first line of a console block is a command"
+
+
+def test_the_navigation_is_read_at_a_glance() -> None:
+    entries = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    groups = {name: pages for entry in entries for name, pages in entry.items()}
+    assert len(groups) <= MOST_ENTRIES
+    assert [
+        name
+        for name, pages in groups.items()
+        if len(pages) > MOST_ENTRIES and isinstance(pages, list)
+    ] == []
+
+
+def test_readme_begins_with_the_picture_and_the_home_page_too() -> None:
+    for page in (ROOT / "README.md", ROOT / "docs" / "index.md"):
+        first, *_ = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", page.read_text())
+        assert Path(first).name == "slot-timeline.svg"
+
+
+def test_the_picture_is_of_this_program_and_of_no_machine() -> None:
+    words = [" ".join(line.split()) for line in re.findall(r">([^<]+)</text>", PICTURE.read_text())]
+    typed = [line for line in words if line.startswith("llama-gateway ")]
+    assert len(typed) >= 2
+    assert [wrong for line in typed if (wrong := unknown(shlex.split(line)[1:]))] == []
+    assert "logs are in ~/" in " ".join(words)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=shown)

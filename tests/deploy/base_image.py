@@ -94,7 +94,3 @@ def debian(
     )
     draft.rename(base)
     return base
-
-
-if __name__ == "__main__":
-    base_image(cache_folder())

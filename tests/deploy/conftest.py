@@ -13,8 +13,7 @@ import pytest
 
 from tests.deploy.base_image import cache_folder
 from tests.deploy.control import ControlMachine, PlaybookResult, ansible_programs
-from tests.deploy.host_support import unsupported_reason
-from tests.deploy.hosts import HostNetwork, running_hosts
+from tests.deploy.hosts import HostNetwork, running_hosts, unsupported_reason
 from tests.deploy.release_files import ReleaseFiles
 
 
@@ -87,6 +86,17 @@ def create_key(name: str) -> ClientKey:
     return ClientKey(entry.pop("key"), {**entry, "name": name})
 
 
+def chat(url: str, key: str | None, **more: Any) -> httpx.Response:
+    """The answer to a chat with this key."""
+    return httpx.post(
+        f"{url}/v1/chat/completions",
+        json={"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, **more},
+        headers={"Authorization": f"Bearer {key}"} if key else {},
+        verify=False,
+        timeout=60,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class DeployedFleet:
     """A fleet that serves, with the result of the playbook that deployed it."""
@@ -108,9 +118,7 @@ class DeployedFleet:
 
     def chat(self) -> dict[str, Any]:
         """The answer to a chat through the edge."""
-        body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
-        url = f"{self.url}/v1/chat/completions"
-        answer = httpx.post(url, json=body, headers=self.headers, verify=False, timeout=60)
+        answer = chat(self.url, self.key.secret)
         assert answer.status_code == 200, answer.text
         completion: dict[str, Any] = answer.json()
         return completion

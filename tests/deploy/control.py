@@ -7,13 +7,14 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from tests.deploy.hosts import ADMIN, HostNetwork, ssh_options
 
@@ -62,15 +63,12 @@ def wait_for(what: Callable[[], bool], limit: float = 60.0) -> None:
 
 def kill_tree(process: subprocess.Popen[bytes]) -> None:
     """Kill a process and its descendants: Ansible's workers have sessions of their own."""
-    pids = [process.pid]
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGSTOP)  # so that it starts no more processes
-            for task in Path(f"/proc/{pid}/task").iterdir():
-                pids += map(int, (task / "children").read_text().split())
-    for pid in reversed(pids):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        first = psutil.Process(process.pid)
+        first.suspend()  # so that it starts no more processes
+        for one in (*first.children(recursive=True), first):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
     process.wait()
 
 

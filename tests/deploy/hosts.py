@@ -20,7 +20,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.deploy.base_image import AUTHORITIES, base_image, cache_folder
+import psutil
+
+from tests.deploy.base_image import AUTHORITIES, RELEASE, base_image, cache_folder
 
 BRIDGE = "lgtest0"
 TABLE = "llama_gateway_tests"
@@ -32,6 +34,17 @@ STOP_LIMIT = 20.0
 TMPFS_BYTES = (
     8 << 30
 )  # bytes of memory, with which what the hosts write is kept there; 1.1 GB were seen
+
+
+# Required programs, each with its Debian package.
+PROGRAMS = {
+    "mmdebstrap": "mmdebstrap",
+    "systemd-nspawn": "systemd-container",
+    "nft": "nftables",
+    "ip": "iproute2",
+    "ssh": "openssh-client",
+    "setpriv": "util-linux",
+}
 
 
 class HostError(Exception):
@@ -132,7 +145,8 @@ class HostNetwork:
             )
         host = Host(name, address, root, self.key, process)
         self.hosts[name] = host
-        (home / "pid.json").write_text(json.dumps([process.pid, _start_time(process.pid)]))
+        began = psutil.Process(process.pid).create_time()
+        (home / "pid.json").write_text(json.dumps([process.pid, began]))
         return host
 
     def _wait(self, host: Host) -> None:
@@ -167,7 +181,7 @@ def running_hosts(names: Iterable[str], cache: Path | None = None) -> Iterator[H
         (folder / "forwarding").write_text(forwarding)
         network = HostNetwork(folder, base, folder / "key")
         try:
-            if _memory_available() > TMPFS_BYTES:
+            if psutil.virtual_memory().available > TMPFS_BYTES:
                 options = f"size={TMPFS_BYTES},mode=0700"
                 _run("mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder))
                 (folder / "forwarding").write_text(forwarding)
@@ -229,8 +243,9 @@ def _clear(cache: Path) -> None:
         for home in folder.iterdir():
             if (home / "pid.json").is_file():
                 pid, began = json.loads((home / "pid.json").read_text())
-                if _start_time(pid) == began:
-                    _kill(pid)
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if psutil.Process(pid).create_time() == began:  # its id may be reused
+                        _kill(pid)
         for root in folder.glob("*/root"):
             if os.path.ismount(root):
                 _run("umount", "--lazy", str(root), check=False)
@@ -243,12 +258,6 @@ def _clear(cache: Path) -> None:
     _run("nft", "delete", "table", "ip", TABLE, check=False)
 
 
-def _memory_available() -> int:
-    """Bytes of available memory."""
-    found = re.search(r"^MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
-
-
 def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         _kill(process.pid)
@@ -258,34 +267,53 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _kill(pid: int) -> None:
     """Kill the first process of a container, which ends all others, then systemd-nspawn."""
-    children = Path(f"/proc/{pid}/task/{pid}/children")
-    for _ in range(50):
-        try:
-            first = [int(word) for word in children.read_text().split()]
-        except OSError:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for child in process.children():
+            child.kill()
+        with contextlib.suppress(psutil.TimeoutExpired):
+            process.wait(5)
             return
-        for child in first:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-        if not first:
-            break
-        time.sleep(0.1)
-        with contextlib.suppress(ChildProcessError):
-            if os.waitpid(pid, os.WNOHANG)[0] == pid:
-                return
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-
-
-def _start_time(pid: int) -> str | None:
-    """The start time of a process, in kernel ticks; its id may be reused."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return None
+        process.kill()
 
 
 def _run(*command: str, check: bool = True) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     if check and done.returncode != 0:
         raise HostError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+def unsupported_reason() -> str:
+    """Why this machine can't run hosts, with the remedy; empty if it can."""
+    if os.geteuid() != 0:
+        return "root is needed. Remedy: run it as root, or in a virtual machine"
+    if missing := sorted({PROGRAMS[name] for name in PROGRAMS if not shutil.which(name)}):
+        return f"programs are missing. Remedy: apt-get install {' '.join(missing)}"
+    release = Path("/etc/os-release").read_text()
+    if not re.search(rf"^VERSION_CODENAME={RELEASE}$", release, re.MULTILINE):
+        return f"hosts are made from this machine's package sources, and it is not Debian {RELEASE}"
+    return _missing_rights()
+
+
+def _missing_rights() -> str:
+    """Rights that a container around this process may lack; they are tried without a trace."""
+    with tempfile.TemporaryDirectory() as name:
+        layers = f"lowerdir={name}/lower,upperdir={name}/upper,workdir={name}/work"
+        commands = (
+            f"mount -t tmpfs tmpfs {name}; cd {name}; mkdir lower upper work root; "
+            f"mount -t overlay overlay -o {layers} root; "
+            f"ip link add lgtest-try type bridge; nft list tables"
+        )
+        unshare = ["unshare", "--mount", "--net", "--pid", "--ipc", "--uts", "--fork"]
+        done = subprocess.run(
+            [*unshare, "sh", "-ec", commands],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+    if done.returncode != 0:
+        return f"mounts, namespaces or bridges are not allowed here: {done.stderr.strip()}"
+    if not os.access(FORWARDING, os.W_OK):
+        return f"{FORWARDING} can't be written here"
+    return ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +11,9 @@ from dataclasses import dataclass, field
 
 import httpx
 
+from tests.chaos.response_reader import read_stream
+
+CHAT = "/v1/chat/completions"
 LIMIT = 120.0  # seconds for one answer
 TOKENS = 120
 PAUSE = 1.0  # seconds between the requests of a client
@@ -55,13 +57,15 @@ class DeployLoad:
         messages = [{"role": "user", "content": text}]
         body = {"messages": messages, "max_tokens": TOKENS, "stream": stream}
         try:
-            answer = client.post(f"{self.url}/v1/chat/completions", json=body)
+            answer = client.post(f"{self.url}{CHAT}", json=body)
         except httpx.HTTPError as error:
             return f"{time.strftime('%X')} {type(error).__name__}: {error}"
         if answer.status_code != 200:
             return f"{time.strftime('%X')} {answer.status_code}: {answer.text[:300]}"
         if stream:
-            return "" if _complete(answer.text) else f"cut: {answer.text[-300:]}"
+            read = read_stream(CHAT, answer.content)
+            whole = read.ends and read.error is None
+            return "" if whole else f"cut: {answer.text[-300:]}"
         reason = answer.json()["choices"][0]["finish_reason"]
         return "" if reason in {"stop", "length"} else f"ended by {reason}"
 
@@ -84,14 +88,3 @@ def nothing_fails(url: str, headers: dict[str, str], answers: int) -> Iterator[D
         for thread in threads:
             thread.join(LIMIT + 10)
     assert load.failures == []
-
-
-def _complete(text: str) -> bool:
-    """Whether a stream ended properly."""
-    events = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
-    if not events or events[-1] != "[DONE]":
-        return False
-    chunks = [json.loads(event) for event in events[:-1]]
-    return any(
-        choice.get("finish_reason") for chunk in chunks for choice in chunk.get("choices", [])
-    ) and not any("error" in chunk for chunk in chunks)

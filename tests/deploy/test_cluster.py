@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
-from tests.deploy.conftest import ClientKey, variables_of
+from tests.deploy.conftest import ClientKey, chat, variables_of
 from tests.deploy.control import ControlMachine, PlaybookResult, ansible_programs, wait_for
 from tests.deploy.hosts import NETWORK, HostNetwork
 from tests.deploy.load import nothing_fails
@@ -18,7 +18,6 @@ from tests.deploy.release_files import ReleaseFiles
 pytestmark = [pytest.mark.net, pytest.mark.timeout(3000)]
 
 ADDRESS = f"{NETWORK}.200"
-LIMIT = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +31,7 @@ class Cluster:
 
     def chat(self, address: str = ADDRESS) -> httpx.Response:
         """The answer to a chat through a balancer."""
-        return httpx.post(
-            f"https://{address}/v1/chat/completions",
-            json={"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4},
-            headers={"Authorization": f"Bearer {self.key.secret}"},
-            verify=False,
-            timeout=LIMIT,
-        )
+        return chat(f"https://{address}", self.key.secret)
 
     def holders(self) -> list[str]:
         """The hosts that have the balancers' common address."""

@@ -7,11 +7,10 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import yaml
 
-from tests.deploy.conftest import DeployedFleet, create_key
+from tests.deploy.conftest import DeployedFleet, chat, create_key
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(3000)]
 
@@ -27,7 +26,7 @@ def test_another_key_is_valid_once_it_is_in_the_settings(
     try:
         assert set(control.play("site.yml", "--limit", "gw").changed) == {"gw"}
         keys = (None, "lg_wrong", other.secret)
-        assert [status(fleet, key) for key in keys] == [401, 401, 200]
+        assert [chat(fleet.url, key).status_code for key in keys] == [401, 401, 200]
         assert "asks for a key" in control.play("verify.yml").text
         first = control.play("verify.yml", "-vvv", verify_key_file=str(keyed))
         assert "asks for a key" not in first.text
@@ -36,7 +35,8 @@ def test_another_key_is_valid_once_it_is_in_the_settings(
     finally:
         control.variables["gateway_settings"] = settings
         control.play("site.yml", "--limit", "gw")
-    assert (status(fleet, other.secret), status(fleet, fleet.key.secret)) == (401, 200)
+    ended = [chat(fleet.url, key).status_code for key in (other.secret, fleet.key.secret)]
+    assert ended == [401, 200]
 
 
 def test_no_secret_is_shown_even_with_the_most_verbose_output(
@@ -87,18 +87,6 @@ def test_no_secret_is_shown_even_with_the_most_verbose_output(
 def encoded(mark: str) -> str:
     """The beginning of the text as `slurp` shows it in a file."""
     return base64.b64encode(mark.encode())[:16].decode()
-
-
-def status(fleet: DeployedFleet, key: str | None) -> int:
-    """The status of a chat through the edge with this key."""
-    answer = httpx.post(
-        f"{fleet.url}/v1/chat/completions",
-        json={"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2},
-        headers={"Authorization": f"Bearer {key}"} if key else {},
-        verify=False,
-        timeout=60,
-    )
-    return answer.status_code
 
 
 def test_a_machine_runs_with_the_settings_that_tune_has_found(fleet: DeployedFleet) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import yaml
 
 from setup.llama_server import PROGRAM, cache_folder
 from tests.deploy import llama_archives
-from tests.deploy.conftest import DeployedFleet
+from tests.deploy.conftest import DeployedFleet, chat
 from tests.deploy.control import PlaybookResult
 from tests.deploy.release_files import ReleaseFiles
 
@@ -74,18 +73,6 @@ def real_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return llama_archives.real_package(tmp_path_factory.mktemp("package"), program)
 
 
-def chat(fleet: DeployedFleet, model: str) -> int:
-    """The status of a chat on the gateway's host, which waits while the model is loaded."""
-    body = {"model": model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
-    code = (
-        "import urllib.request as r\n"
-        f"asked = r.Request('http://127.0.0.1:8000/v1/chat/completions', {json.dumps(body)!r}."
-        f"encode(), {{'Authorization': 'Bearer {fleet.key.secret}'}})\n"
-        "print(r.urlopen(asked, timeout=60).status)"
-    )
-    return int(fleet.hosts["gw"].run(f"python3 - <<'END'\n{code}\nEND", limit=90).stdout)
-
-
 def test_a_host_becomes_a_router_whose_models_are_loaded_on_demand(
     fleet: DeployedFleet, release_files: ReleaseFiles, real_package: Path
 ) -> None:
@@ -118,7 +105,9 @@ def test_a_host_becomes_a_router_whose_models_are_loaded_on_demand(
     written = yaml.safe_load(gateway.run("cat /etc/llama-gateway/nodes.yaml").stdout)
     (entry,) = (one for one in written["nodes"] if one["name"] == "n1-numa0")
     assert (entry["memory"], entry["preload"]) == ("3GiB", ["one"])
-    assert chat(fleet, "one") == chat(fleet, "two") == 200
+    # One waits while its model is loaded.
+    for model in ("one", "two"):
+        assert chat(fleet.url, fleet.key.secret, model=model).status_code == 200
     assert fleet.nodes()["n1-numa0/two"]["state"] == "ready"
     assert play(gateway_settings=pinned).changed == {}
     assert host.run(f"stat -c '%U %a' {PROMPTS}/numa0").stdout.split() == ["llama-node", "700"]
