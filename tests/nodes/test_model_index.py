@@ -153,7 +153,8 @@ def test_a_pool_has_the_nodes_with_all_of_its_labels() -> None:
     assert names(chat(index, "m")) == ["a", "b", "c"]
     assert index.model_names(pool) == ("m",)
     assert (index.serves("n"), index.serves("n", pool)) == (True, False)
-    assert len(index.servers_of(["m", "n"], pool)) == 1
+    for one in (pool, (("side", "left"),)):  # one of them has both models
+        assert len(index.servers_of(["m", "n"], one)) == 1
     error = index.not_found_error("n", pool)
     assert (error.status, error.code) == (404, "model_not_found")
     assert error.message == "The model 'n' does not exist here. Known here: 'm'."
