@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import yaml
 
 from tests.emulator import EmulatedNode
@@ -92,6 +93,11 @@ class Succession:
         before = len(self.logged("succeeded"))
         os.kill(self.newest, signal.SIGUSR2)
         await self.until("succeeded", before + 1)
+
+
+def client_of(url: str, **options: Any) -> httpx.AsyncClient:
+    """A client that waits as long as all else here does."""
+    return httpx.AsyncClient(base_url=url, trust_env=False, timeout=LIMIT, **options)
 
 
 @asynccontextmanager

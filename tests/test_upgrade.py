@@ -26,7 +26,7 @@ from gateway.store.store import Store
 from tests.callers.build import read_rows
 from tests.emulator import EmulatedNode
 from tests.emulator.raw_connection import RawConnection, post, raw_connection
-from tests.gateway_processes import LIMIT, Succession, serving
+from tests.gateway_processes import LIMIT, Succession, client_of, serving
 from tests.gateways import until
 from tests.nodes.build import a_spec
 from tests.polling import eventually
@@ -76,10 +76,6 @@ async def ask_on(client: httpx.AsyncClient, asking: Asking, *, stream: bool) -> 
 
 EACH_ANEW = httpx.Limits(max_keepalive_connections=0)
 """Each request comes to the process that accepts connections."""
-
-
-def client_of(url: str, **keys: Any) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=url, trust_env=False, timeout=LIMIT, **keys)
 
 
 @asynccontextmanager
@@ -262,9 +258,8 @@ def opened(folder: Path) -> Store:
 
 def left(connection: Connection) -> tuple[int, int]:
     """Open requests and processes in the store."""
-    tables = open_requests, processes
-    counts = [len(connection.execute(select(table)).all()) for table in tables]
-    return counts[0], counts[1]
+    requests = connection.execute(select(open_requests)).all()
+    return len(requests), len(connection.execute(select(processes)).all())
 
 
 async def test_limits_keys_and_the_ledger_hold_while_both_processes_live(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import contextlib
 import random
+import re
 import sys
 import tempfile
 import time
@@ -149,6 +150,7 @@ async def stop(pids: Sequence[int], seconds: float, rng: random.Random) -> None:
 
 
 async def stop_leader(drill: Drill) -> None:
+    """Beyond its term."""
     await stop([(await leader_of(drill)).pid], 3 * TERM, drill.rng)
 
 
@@ -164,19 +166,21 @@ async def restart_leader(drill: Drill) -> None:
 
 
 async def upgrade(drill: Drill) -> None:
+    """Have all members succeeded, one after the other."""
     for member in drill.members:
         await member.succeed()
         await member.ready()
         await asyncio.sleep(TERM)
 
 
-async def terminate_backends(drill: Drill, times: int = 5) -> None:
-    for _ in range(times):
+async def terminate_backends(drill: Drill) -> None:
+    for _ in range(5):
         drill.sql(TERMINATE)
         await asyncio.sleep(1)
 
 
 async def slow_database(drill: Drill) -> None:
+    """Statements may take a second, and locks hold them up for longer."""
     drill.sql(f"ALTER DATABASE {drill.database_name} SET statement_timeout = '1s'")
     drill.sql(TERMINATE)
     for table in ("leadership", "usage"):
@@ -203,11 +207,13 @@ async def stop_database(drill: Drill, *, killed: bool = False) -> None:
 
 
 async def halt_database(drill: Drill) -> None:
+    """Connections stay, and nobody answers."""
     with drill.database.halted():
         await asyncio.sleep(drill.away)
 
 
 async def stale_standby(drill: Drill) -> None:
+    """Promote a standby that has lost touch some terms ago."""
     # What it has not booked yet is lost with what comes after the copy.
     copied = time.monotonic()
     await _booked(drill, copied)
@@ -229,38 +235,26 @@ async def part(drill: Drill, which: Which, *, members: bool, database: bool) -> 
     member.machine.mend()
 
 
-FAULTS: dict[str, tuple[str, Callable[[Drill], Awaitable[None]]]] = {
-    "none": ("nothing: what all others are compared to", lambda _: asyncio.sleep(5)),
-    "kill-edge": ("`kill -9` of an edge", kill_edge),
-    "kill-leader": (
-        "`kill -9` of the leader, which is started again", partial(kill, which=leader_of)),
-    "kill-follower": (
-        "`kill -9` of a follower, which is started again", partial(kill, which=follower_of)),
-    "stop-leader": ("SIGSTOP of the leader beyond its term, then SIGCONT", stop_leader),
-    "stop-edge": ("SIGSTOP of an edge beyond a term, then SIGCONT", stop_edge),
-    "restart-leader": ("SIGTERM of the leader, which is started again", restart_leader),
-    "upgrade": ("SIGUSR2 of each member, one after the other", upgrade),
-    "terminate-backends": (
-        "`pg_terminate_backend` of all connections, five times", terminate_backends),
-    "slow-database": (
-        "`statement_timeout = 1s`, and locks that hold statements up for longer", slow_database),
-    "stop-database": ("PostgreSQL stopped, and started again", stop_database),
-    "kill-without-database": (
-        "PostgreSQL stopped, and `kill -9` of a member meanwhile, whose new process has no store",
-        partial(stop_database, killed=True)),
-    "halt-database": (
-        "PostgreSQL halted (SIGSTOP): connections stay, and nobody answers", halt_database),
-    "stale-standby": ("a standby promoted that has lost touch some terms ago", stale_standby),
-    "part-leader": ("the leader reaches no other member, but the database",
-                    partial(part, which=leader_of, members=True, database=False)),
-    "part-leader-from-database": ("the leader reaches the other members, but not the database",
-                                  partial(part, which=leader_of, members=False, database=True)),
-    "part-follower": ("a follower reaches no other member, but the database",
-                      partial(part, which=follower_of, members=True, database=False)),
-    "part-follower-from-all": (
-        "a follower reaches neither members nor database; its nodes it reaches",
-        partial(part, which=follower_of, members=True, database=True)),
-}  # fmt: skip
+FAULTS: dict[str, Callable[[Drill], Awaitable[None]]] = {
+    "none": lambda _: asyncio.sleep(5),  # what all others are compared to
+    "kill-edge": kill_edge,
+    "kill-leader": partial(kill, which=leader_of),
+    "kill-follower": partial(kill, which=follower_of),
+    "stop-leader": stop_leader,
+    "stop-edge": stop_edge,
+    "restart-leader": restart_leader,
+    "upgrade": upgrade,
+    "terminate-backends": terminate_backends,
+    "slow-database": slow_database,
+    "stop-database": stop_database,
+    "kill-without-database": partial(stop_database, killed=True),
+    "halt-database": halt_database,
+    "stale-standby": stale_standby,
+    "part-leader": partial(part, which=leader_of, members=True, database=False),
+    "part-leader-from-database": partial(part, which=leader_of, members=False, database=True),
+    "part-follower": partial(part, which=follower_of, members=True, database=False),
+    "part-follower-from-all": partial(part, which=follower_of, members=True, database=True),
+}
 SHORT = ("none", "kill-edge", "kill-leader", "stop-leader", "part-leader", "stop-database")
 
 
@@ -269,7 +263,7 @@ async def run_faults(drill: Drill, names: Sequence[str], settle: float) -> None:
         (leader, epoch), began = await drill.leader(), time.monotonic()
         drill.begun.append((began, name))
         try:
-            await FAULTS[name][1](drill)
+            await FAULTS[name](drill)
         except Exception as error:  # noqa: BLE001 - it is told, and the next ones are tried
             drill.is_wrong(f"{name}: {type(error).__name__}: {error}")
         await asyncio.sleep(settle)
@@ -409,9 +403,8 @@ async def end_members(drill: Drill) -> None:
     for member in drill.members:
         if not member.ends or member.ends[-1]:
             drill.is_wrong(f"{member.name} ended with {member.ends}")
-        for line in member.read():
-            if "traceback" in f"{line['event']} {line.get('exception', '')}".lower():
-                drill.is_wrong(f"{member.name} logged {line}")
+        if traced := re.findall(r".*Traceback \(most.*", member.log()):
+            drill.is_wrong(f"{member.name} logged {traced[0]}")
     for pid, command in network.commands():
         if {"gateway", "serve"} <= set(command) or {"gateway", "edge"} <= set(command):
             drill.is_wrong(f"left at the end: {pid} {' '.join(command)[:120]}")
@@ -489,7 +482,7 @@ def _options() -> argparse.ArgumentParser:
         prog="python -m tests.cluster.drill",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="\n".join(f"  {name:26} {what}" for name, (what, _) in FAULTS.items()),
+        epilog=f"faults: {', '.join(FAULTS)}",
     )
     add = parser.add_argument
     add("--one", action="store_true", help="one gateway without a cluster")

@@ -43,8 +43,6 @@ class Member:
     admin_key: str
     process: subprocess.Popen[bytes] | None = None
     ends: list[int] = field(default_factory=list)  # exit statuses of processes that were not killed
-    _read_to: int = 0
-    lines: list[dict[str, Any]] = field(default_factory=list)
 
     def end_at_once(self) -> None:
         if self.process is not None:
@@ -65,12 +63,19 @@ class Member:
                 env={**os.environ, "XDG_STATE_HOME": str(self.folder / "state")},
             )  # fmt: skip
 
+    def log(self) -> str:
+        return (self.folder / "log").read_text(errors="replace")
+
+    def successors(self) -> list[int]:
+        """The processes that have taken over, one after the other."""
+        lines = [line for line in self.log().splitlines() if '"event":"succeeded"' in line]
+        return [json.loads(line)["pid"] for line in lines]
+
     @property
     def pid(self) -> int:
         """The process that serves now: the newest."""
         assert self.process is not None
-        began = [line for line in self.read() if line["event"] == "succeeded"]
-        pid = int(began[-1]["pid"]) if began else self.process.pid
+        pid = [self.process.pid, *self.successors()][-1]
         return self.process.pid if gone(pid) else pid
 
     def edges(self) -> list[int]:
@@ -102,34 +107,23 @@ class Member:
         url = f"http://{self.machine.address}:{PUBLIC}/ready"
 
         async def look() -> bool | None:
-            log = (self.folder / "log").read_text()[-3000:]
-            assert not gone(self.pid), f"{self.name} has ended:\n{log}"
+            assert not gone(self.pid), f"{self.name} has ended"
             with contextlib.suppress(httpx.HTTPError):
                 return (await client.get(url)).status_code == 200 or None
             return None
 
         async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
-            await eventually(look, LIMIT)
+            try:
+                await eventually(look, LIMIT)
+            except AssertionError:
+                log = self.log()[-3000:]
+                raise AssertionError(f"{self.name} is not ready:\n{log}") from None
 
     async def succeed(self) -> None:
         """Have its process succeeded by a new one, which takes over."""
-        before = self.successions()
+        before = len(self.successors())
         self.send(signal.SIGUSR2)
-        await until(lambda: self.successions() > before, LIMIT)
-
-    def successions(self) -> int:
-        return sum(line["event"] == "succeeded" for line in self.read())
-
-    def read(self) -> list[dict[str, Any]]:
-        with (self.folder / "log").open("rb") as file:
-            file.seek(self._read_to)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                self._read_to += len(line)
-                plain = {"event": line.decode(errors="replace"), "level": "plain"}
-                self.lines.append(json.loads(line) if line.startswith(b"{") else plain)
-        return self.lines
+        await until(lambda: len(self.successors()) > before, LIMIT)
 
     async def status(self, client: httpx.AsyncClient) -> dict[str, Any] | None:
         """What it says of itself to operators; None: it does not answer."""
