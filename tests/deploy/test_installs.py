@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,16 @@ import pytest
 import yaml
 
 from setup.llama_server import PROGRAM, cache_folder
-from tests.deploy import llama_archives
 from tests.deploy.conftest import DeployedFleet, chat
 from tests.deploy.control import PlaybookResult
-from tests.deploy.release_files import ReleaseFiles
+from tests.deploy.release_files import (
+    ReleaseFiles,
+    release_archive,
+    source_archive,
+)
+from tests.deploy.release_files import (
+    real_package as package_of,
+)
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(3000)]
 
@@ -24,7 +31,7 @@ def play(
     named = {"llama_node_install": "release"}
     if archive is not None:
         named["llama_node_archive_file"] = str(archive)
-        named["llama_node_archive_sha256"] = llama_archives.sha256(archive)
+        named["llama_node_archive_sha256"] = hashlib.sha256(archive.read_bytes()).hexdigest()
     return fleet.control.play("site.yml", "--limit", "n1,gw", good=good, **named | more)
 
 
@@ -40,7 +47,7 @@ def install(fleet: DeployedFleet, how: str, archive: Path | None, **more: Any) -
 def test_an_archive_of_binaries(
     fleet: DeployedFleet, release_files: ReleaseFiles, tmp_path: Path
 ) -> None:
-    archive = llama_archives.release_archive(tmp_path, release_files.wheelhouse())
+    archive = release_archive(tmp_path, release_files.wheelhouse())
     wrong = play(fleet, archive, good=False, llama_node_archive_sha256="2" * 64)
     assert "not the one in llama_node_archive_sha256" in wrong.text
     unit = install(fleet, "release", archive)
@@ -49,7 +56,7 @@ def test_an_archive_of_binaries(
 
 
 def test_source(fleet: DeployedFleet, release_files: ReleaseFiles, tmp_path: Path) -> None:
-    archive = llama_archives.source_archive(tmp_path, release_files.wheelhouse())
+    archive = source_archive(tmp_path, release_files.wheelhouse())
     unit = install(fleet, "source", archive)
     assert "/build/bin/llama-server" in unit
     host = fleet.hosts["n1"]
@@ -70,7 +77,7 @@ def real_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     program = cache_folder() / PROGRAM
     if not program.is_file():
         pytest.skip("the real llama-server is missing: make llama-server")
-    return llama_archives.real_package(tmp_path_factory.mktemp("package"), program)
+    return package_of(tmp_path_factory.mktemp("package"), program)
 
 
 def test_a_host_becomes_a_router_whose_models_are_loaded_on_demand(

@@ -191,7 +191,7 @@ async def a_cluster(folder: Path, *nodes: EmulatedNode) -> AsyncIterator[Cluster
         await cluster.lead(first)
         await services.wait_ready(10.0)
         handler = request_handler(services, services.settings)
-        cluster.client = await stack.enter_async_context(serving(services, handler))
+        cluster.client = await stack.enter_async_context(serving(first.running, services, handler))
         watch = asyncio.create_task(_watch(cluster, nodes))
         await until(lambda: all(node.foreign == 0 for node in nodes_of(first)))
         try:
