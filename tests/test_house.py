@@ -6,7 +6,6 @@ import importlib.util
 import re
 import shlex
 import shutil
-import subprocess
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -20,6 +19,7 @@ from gateway import __version__
 from tests.command_lines import BLOCK, PROMPT, calls, unknown
 from tests.house import picture
 from tests.house.source import ROOT, cycles, imports, modules, shared_class_names
+from tests.processes import ran
 
 MODULES = sorted((ROOT / "gateway").rglob("*.py"))
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -47,12 +47,7 @@ def tracked() -> tuple[Path, ...]:
     """Return the text files of the project: what git tracks, or in an unpacked archive all."""
     git = shutil.which("git")
     if git and (ROOT / ".git").exists():
-        listing = subprocess.run(
-            [git, "-c", f"safe.directory={ROOT}", "-C", str(ROOT), "ls-files", "-z"],
-            capture_output=True,
-            check=True,
-            text=True,
-        )
+        listing = ran(git, "-c", f"safe.directory={ROOT}", "-C", ROOT, "ls-files", "-z")
         paths = [ROOT / name for name in listing.stdout.split("\0") if name]
     else:
         skipped = {".venv", ".git", "node_modules", "__pycache__", "site"}

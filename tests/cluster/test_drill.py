@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
 
 from tests.cluster.drill import missing
+from tests.processes import ran
 
 pytestmark = [
     pytest.mark.slow,
@@ -19,11 +19,7 @@ pytestmark = [
 def drill(*words: str) -> None:
     """Run it; a machine that others use too may pause for longer than a drill may."""
     command = [sys.executable, "-m", "tests.cluster.drill", "--settle", "2", "--pause", "20"]
-    done = subprocess.run(
-        [*command, "--clients", "8", *words], capture_output=True, text=True, timeout=500,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    ran(*command, "--clients", "8", *words, limit=500)
 
 
 def test_three_members_go_through_faults_of_processes_network_and_database() -> None:

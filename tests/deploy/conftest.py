@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from tests.deploy.base_image import cache_folder
 from tests.deploy.control import ControlMachine, PlaybookResult, ansible_programs
 from tests.deploy.hosts import HostNetwork, running_hosts, unsupported_reason
 from tests.deploy.release_files import ReleaseFiles
+from tests.processes import ran
 
 
 @pytest.fixture(scope="session")
@@ -80,9 +80,7 @@ class ClientKey:
 def create_key(name: str) -> ClientKey:
     """Create a key as an operator does."""
     program = Path(sys.executable).with_name("llama-gateway")
-    command = [str(program), "keys", "hash", "--id", name, "--json"]
-    output = subprocess.run(command, check=True, capture_output=True, timeout=60).stdout
-    entry: dict[str, str] = json.loads(output)
+    entry: dict[str, str] = json.loads(ran(program, "keys", "hash", "--id", name, "--json").stdout)
     return ClientKey(entry.pop("key"), {**entry, "name": name})
 
 

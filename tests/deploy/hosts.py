@@ -23,6 +23,7 @@ from pathlib import Path
 import psutil
 
 from tests.deploy.base_image import AUTHORITIES, RELEASE, base_image, cache_folder
+from tests.processes import ran
 
 BRIDGE = "lgtest0"
 TABLE = "llama_gateway_tests"
@@ -47,10 +48,6 @@ PROGRAMS = {
 }
 
 
-class HostError(Exception):
-    """A host did not start, or a command on it failed."""
-
-
 @dataclass(slots=True)
 class Host:
     """One host. `root` is its file system as this machine sees it."""
@@ -69,12 +66,7 @@ class Host:
         self, command: str, *, check: bool = True, limit: float = 60.0
     ) -> subprocess.CompletedProcess[str]:
         """Run a line of shell on the host, as root."""
-        done = subprocess.run(
-            [*self.ssh(), command], capture_output=True, text=True, timeout=limit, check=False
-        )
-        if check and done.returncode != 0:
-            raise HostError(f"{self.name}: {command}: {done.returncode}: {done.stderr[-2000:]}")
-        return done
+        return ran(*self.ssh(), command, status=0 if check else None, limit=limit)
 
     def fetch(self, url: str) -> str:
         """The body of the answer to a GET on the host itself."""
@@ -125,7 +117,7 @@ class HostNetwork:
         for folder in (root, upper, work):
             folder.mkdir(parents=True)
         layers = f"lowerdir={self.base},upperdir={upper},workdir={work}"
-        _run("mount", "-t", "overlay", "overlay", "-o", layers, str(root))
+        ran("mount", "-t", "overlay", "overlay", "-o", layers, str(root))
         address = f"{NETWORK}.{self._next}"
         self._next += 1
         configure_root(root, name, address, self.key.with_suffix(".pub").read_text())
@@ -159,7 +151,7 @@ class HostNetwork:
                     return
             time.sleep(0.2)
         console = (self.folder / host.name / "console").read_text(errors="replace")
-        raise HostError(f"{host.name} does not answer ssh:\n{console[-3000:]}")
+        raise AssertionError(f"{host.name} does not answer ssh:\n{console[-3000:]}")
 
 
 @contextlib.contextmanager
@@ -183,10 +175,10 @@ def running_hosts(names: Iterable[str], cache: Path | None = None) -> Iterator[H
         try:
             if psutil.virtual_memory().available > TMPFS_BYTES:
                 options = f"size={TMPFS_BYTES},mode=0700"
-                _run("mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder))
+                ran("mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder))
                 (folder / "forwarding").write_text(forwarding)
             _open_network()
-            _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key"))
+            ran("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key"))
             network.add(*names)
             yield network
         finally:
@@ -212,21 +204,21 @@ def configure_root(
         f"[Match]\nName={interface}\n\n[Network]\nAddress={address}/24\nGateway={gateway}\n"
         "LinkLocalAddressing=no\n"
     )
-    _run("chroot", str(root), "useradd", "--create-home", "--shell=/bin/bash", ADMIN)
+    ran("chroot", str(root), "useradd", "--create-home", "--shell=/bin/bash", ADMIN)
     (root / "etc/sudoers.d" / ADMIN).write_text(f"{ADMIN} ALL=(ALL) NOPASSWD: ALL\n")
     for home in (root / "root", root / "home" / ADMIN):
         (home / ".ssh").mkdir(mode=0o700, exist_ok=True)
         (home / ".ssh/authorized_keys").write_text(key)
-    _run("chroot", str(root), "chown", "-R", f"{ADMIN}:", f"/home/{ADMIN}/.ssh")
+    ran("chroot", str(root), "chown", "-R", f"{ADMIN}:", f"/home/{ADMIN}/.ssh")
     for found in ("/etc/resolv.conf", str(AUTHORITIES)):
         if Path(found).exists():
             shutil.copyfile(found, root / found.lstrip("/"))
 
 
 def _open_network() -> None:
-    _run("ip", "link", "add", BRIDGE, "type", "bridge")
-    _run("ip", "address", "add", f"{NETWORK}.1/24", "dev", BRIDGE)
-    _run("ip", "link", "set", BRIDGE, "up")
+    ran("ip", "link", "add", BRIDGE, "type", "bridge")
+    ran("ip", "address", "add", f"{NETWORK}.1/24", "dev", BRIDGE)
+    ran("ip", "link", "set", BRIDGE, "up")
     FORWARDING.write_text("1\n")
     rules = f"""table ip {TABLE} {{
       chain out {{
@@ -248,14 +240,14 @@ def _clear(cache: Path) -> None:
                         _kill(pid)
         for root in folder.glob("*/root"):
             if os.path.ismount(root):
-                _run("umount", "--lazy", str(root), check=False)
+                ran("umount", "--lazy", str(root), status=None)
         if (folder / "forwarding").is_file():
             FORWARDING.write_text((folder / "forwarding").read_text())
         if os.path.ismount(folder):
-            _run("umount", "--lazy", str(folder), check=False)
+            ran("umount", "--lazy", str(folder), status=None)
         shutil.rmtree(folder, ignore_errors=True)
-    _run("ip", "link", "del", BRIDGE, check=False)
-    _run("nft", "delete", "table", "ip", TABLE, check=False)
+    ran("ip", "link", "del", BRIDGE, status=None)
+    ran("nft", "delete", "table", "ip", TABLE, status=None)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -275,12 +267,6 @@ def _kill(pid: int) -> None:
             process.wait(5)
             return
         process.kill()
-
-
-def _run(*command: str, check: bool = True) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    if check and done.returncode != 0:
-        raise HostError(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
 def unsupported_reason() -> str:
@@ -305,13 +291,7 @@ def _missing_rights() -> str:
             f"ip link add lgtest-try type bridge; nft list tables"
         )
         unshare = ["unshare", "--mount", "--net", "--pid", "--ipc", "--uts", "--fork"]
-        done = subprocess.run(
-            [*unshare, "sh", "-ec", commands],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=False,
-        )
+        done = ran(*unshare, "sh", "-ec", commands, status=None)
     if done.returncode != 0:
         return f"mounts, namespaces or bridges are not allowed here: {done.stderr.strip()}"
     if not os.access(FORWARDING, os.W_OK):

@@ -6,7 +6,6 @@ import hashlib
 import io
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import zipfile
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gateway.local.demo_model import ensure_demo_model
+from tests.processes import ran
 
 ROOT = Path(__file__).parents[2]
 PINS = ROOT / "requirements/local.txt"
@@ -76,12 +76,7 @@ class ReleaseFiles:
 
 
 def _pip(*arguments: str | Path) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "pip", *arguments, "-qq"],
-        check=True,
-        timeout=LIMIT,
-        stdin=subprocess.DEVNULL,
-    )
+    ran(sys.executable, "-m", "pip", *arguments, "-qq", limit=LIMIT)
 
 
 # Archives with a `llama-server`: a real server with the command line of llama.cpp's binary. Package
@@ -174,8 +169,8 @@ def real_package(folder: Path, program: Path) -> Path:
         "Maintainer: nobody <nobody@example.org>\nDescription: llama-server for a test\n"
     )
     archive = folder / "llama.cpp-real.deb"
-    command = ["dpkg-deb", "--root-owner-group", "-Zgzip", "-z1", "--build", str(tree)]
-    subprocess.run([*command, str(archive)], check=True, capture_output=True, timeout=300)
+    options = ("--root-owner-group", "-Zgzip", "-z1", "--build")
+    ran("dpkg-deb", *options, tree, archive, limit=LIMIT)
     return archive
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 import yaml
 
 from tests.deploy.conftest import DeployedFleet, chat, create_key
@@ -175,14 +175,9 @@ def test_no_secret_is_shown_even_with_the_most_verbose_output(
     """All secrets change in runs that print differences and the arguments of each module."""
     control = fleet.control
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=edge"),
-            *("-keyout", str(key), "-out", str(certificate)),
-        ],
-        check=True,
-        capture_output=True,
-    )
+    issued = trustme.CA().issue_cert("edge")
+    issued.private_key_pem.write_to_path(key)
+    issued.cert_chain_pems[0].write_to_path(certificate)
     named = tmp_path / "named.key"
     named.write_text("marked-file-a1\n")
     secrets: dict[str, Any] = {

@@ -24,7 +24,7 @@ import httpx
 import pytest
 
 from tests.deploy.control import PLAYBOOKS, ansible_programs, wait_for
-from tests.processes import free_port
+from tests.processes import free_port, ran
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(300)]
 
@@ -225,9 +225,7 @@ def running(role: str, folder: Path, **variables: Any) -> Iterator[Proxy]:
             stack.enter_context(serving(gateway))
         ports = {name: one.port for name, one in gateways.items()}
         render(role, folder, ports, {"port": port, "http_port": 0, "party_rate": 0, **variables})
-        checked = subprocess.run([*command, *check], capture_output=True, text=True, check=False)
-        assert checked.returncode == 0, checked.stderr
-        assert "WARNING" not in checked.stderr
+        assert "WARNING" not in ran(*command, *check).stderr
         process = subprocess.Popen(command, stderr=stack.enter_context((folder / "log").open("wb")))
         stack.callback(process.wait, LIMIT)
         stack.callback(process.terminate)
@@ -241,7 +239,7 @@ def running(role: str, folder: Path, **variables: Any) -> Iterator[Proxy]:
 def render(role: str, folder: Path, ports: dict[str, int], settings: dict[str, Any]) -> None:
     """Write a role's files into a folder, as for the first host of the group of its name."""
     tls = folder / "tls"
-    subprocess.run([CERTIFICATES, str(tls), "lb"], check=True, capture_output=True)
+    ran(CERTIFICATES, tls, "lb")
     (folder / "balancer.pem").write_text(
         "".join((tls / name).read_text() for name in ("lb.pem", "lb.key"))
     )
@@ -285,9 +283,9 @@ def render(role: str, folder: Path, ports: dict[str, int], settings: dict[str, A
             f"{role}_{name}": value for name, value in {**of_role[role], **settings}.items()
         },
     }
-    files = ("-i", str(folder / "hosts.json"), str(folder / "render.yml"))
-    command = [str(ansible_programs() / "ansible-playbook"), *files, "-e", json.dumps(made)]
-    subprocess.run(command, cwd=PLAYBOOKS, check=True, timeout=200)
+    program = ansible_programs() / "ansible-playbook"
+    files = ("-i", folder / "hosts.json", folder / "render.yml")
+    ran(program, *files, "-e", json.dumps(made), cwd=PLAYBOOKS, limit=200)
 
 
 def program(name: str, package: str) -> str:
@@ -463,11 +461,7 @@ def test_the_request_rate_of_a_client_network_is_limited(tmp_path: Path) -> None
 def test_keepalived_accepts_its_configuration(tmp_path: Path) -> None:
     keepalived = program("keepalived", "keepalived")
     render("balancer", tmp_path, {"a": 8000, "b": 8000}, {})
-    done = subprocess.run(
-        [keepalived, "-t", "-f", str(tmp_path / "keepalived.conf")],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    ran(keepalived, "-t", "-f", tmp_path / "keepalived.conf")
     text = (tmp_path / "keepalived.conf").read_text()
     own, others = r"unicast_src_ip (\S+)", r"(?m)^ +(10.0.0.22)$"
     assert (re.findall(own, text), re.findall(others, text)) == (["10.0.0.21"], ["10.0.0.22"])

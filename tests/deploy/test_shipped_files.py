@@ -9,7 +9,6 @@ import re
 import shutil
 import socket
 import ssl
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from gateway.app.startup import Options, store_location
 from gateway.callers.callers import is_loopback
 from gateway.config.settings import Settings
 from tests.deploy.balancer_files import DEPLOY, RENDERED, configuration
+from tests.processes import ran
 
 FOLDER = DEPLOY / "systemd"
 PROGRAM = "#!/bin/sh\nenv\necho ARGUMENTS=$*\n"
@@ -70,11 +70,8 @@ def run_command(folder: Path, *arguments: str, **environment: str) -> dict[str, 
     command = folder / "llama-gateway"
     words = (FOLDER / "llama-gateway.py").read_text()
     command.write_text(re.sub(r'"(/etc/|/opt/)', rf'"{folder}\1', words))
-    done = subprocess.run(
-        [sys.executable, "-I", str(command), *arguments],
-        env={"PATH": os.defpath, **environment},
-        capture_output=True, text=True, check=True, timeout=30,
-    )  # fmt: skip
+    environment = {"PATH": os.defpath, **environment}
+    done = ran(sys.executable, "-I", command, *arguments, env=environment)
     return dict(line.split("=", 1) for line in done.stdout.splitlines())
 
 
@@ -111,14 +108,11 @@ def services(name: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-def check(nodes: Path, settings: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Check these files as a container's gateway would."""
-    files = ("--nodes", str(nodes), "--config", str(settings))
-    return subprocess.run(
-        [sys.executable, "-m", "gateway", "check", *files, "--host", "0.0.0.0"],
-        env=os.environ | environment,
-        capture_output=True, text=True, check=False, timeout=60,
-    )  # fmt: skip
+def check(nodes: Path, settings: Path, status: int = 0, **environment: str) -> None:
+    """Check these files as a container's gateway would; it must end with this status."""
+    command = (sys.executable, "-m", "gateway", "check", "--host", "0.0.0.0")
+    files = ("--nodes", nodes, "--config", settings)
+    ran(*command, *files, status=status, env=os.environ | environment)
 
 
 @pytest.mark.parametrize("name", COMPOSE)
@@ -141,18 +135,16 @@ def test_the_key_of_the_admin_page_is_made_once_and_the_settings_take_it(tmp_pat
 
     def make() -> str:
         command = [*one["entrypoint"], script.replace("$$", "$"), str(path)]
-        subprocess.run(command, check=True, timeout=30)
+        ran(*command)
         assert path.stat().st_mode & 0o777 == 0o600
         return path.read_text()
 
-    def status() -> int:
-        return check(CONTAINER / "config/nodes.yaml", tmp_path / "gateway.yaml").returncode
-
-    assert status() == 2, "without its key the gateway does not start"
+    files = CONTAINER / "config/nodes.yaml", tmp_path / "gateway.yaml"
+    check(*files, status=2)  # without its key the gateway does not start
     key = make()
     assert len(key.strip()) >= 40
     assert make() == key
-    assert status() == 0
+    check(*files)
 
 
 # For a cluster.
@@ -163,11 +155,7 @@ needs_openssl = pytest.mark.skipif(not shutil.which("openssl"), reason="no opens
 
 def make(folder: Path, *words: str, **environment: str) -> list[str]:
     """Run the script; what it has made."""
-    done = subprocess.run(
-        [str(SCRIPT), str(folder), *words],
-        env={**os.environ, **environment}, capture_output=True, text=True, check=True, timeout=60,
-    )  # fmt: skip
-    return done.stdout.split()
+    return ran(SCRIPT, folder, *words, env={**os.environ, **environment}).stdout.split()
 
 
 def context(folder: Path, name: str, purpose: ssl.Purpose) -> ssl.SSLContext:
@@ -234,9 +222,7 @@ def test_a_certificate_is_renewed_in_time_and_when_its_names_change(tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["", "../gw-a", "ca", ".gw", "gw a", "gw-a/x"])
 def test_names_that_are_no_members_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(subprocess.CalledProcessError) as refused:
-        make(tmp_path / "made", name)
-    assert refused.value.returncode == 2
+    ran(SCRIPT, tmp_path / "made", name, status=2)
     assert not (tmp_path / "made").exists()
 
 
@@ -260,5 +246,4 @@ def test_the_settings_of_compose_are_good(tmp_path: Path) -> None:
     for path in ("/etc/llama-gateway-member", "/srv/files"):
         settings = settings.replace(path, str(tmp_path))
     (tmp_path / "gateway.yaml").write_text(settings)
-    checked = check(shipped / "nodes.yaml", tmp_path / "gateway.yaml", STORE_PASSWORD="a-word")
-    assert checked.returncode == 0, checked.stderr
+    check(shipped / "nodes.yaml", tmp_path / "gateway.yaml", STORE_PASSWORD="a-word")
