@@ -152,3 +152,17 @@ async def serving(
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
     assert await process.wait() == line.ends_with
+
+
+@asynccontextmanager
+async def asked(
+    folder: Path, node: EmulatedNode, **settings: Any
+) -> AsyncIterator[tuple[Succession, httpx.AsyncClient, httpx.AsyncClient]]:
+    """A gateway over this node, a client of it, and one for operators."""
+    async with (
+        node,
+        serving(folder, node, settings=settings) as line,
+        client_of(line.url) as client,
+        client_of(line.admin_url) as admin,
+    ):
+        yield line, client, admin

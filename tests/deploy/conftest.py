@@ -103,6 +103,7 @@ class DeployedFleet:
     hosts: HostNetwork
     result: PlaybookResult
     key: ClientKey
+    address: str
 
     @property
     def headers(self) -> dict[str, str]:
@@ -111,8 +112,8 @@ class DeployedFleet:
 
     @property
     def url(self) -> str:
-        """The URL of the edge."""
-        return f"https://{self.hosts['gw'].address}"
+        """The URL of the edge, or of the balancers."""
+        return f"https://{self.address}"
 
     def chat(self) -> dict[str, Any]:
         """The answer to a chat through the edge."""
@@ -130,4 +131,4 @@ class DeployedFleet:
 @pytest.fixture(scope="session")
 def fleet(control: ControlMachine, hosts: HostNetwork, key: ClientKey) -> DeployedFleet:
     """The fleet that site.yml deploys to bare hosts."""
-    return DeployedFleet(control, hosts, control.play("site.yml"), key)
+    return DeployedFleet(control, hosts, control.play("site.yml"), key, hosts["gw"].address)

@@ -7,11 +7,13 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import httpx
 
 from tests.chaos.response_reader import read_stream
+from tests.deploy.control import wait_for
 
 CHAT = "/v1/chat/completions"
 LIMIT = 120.0  # seconds for one answer
@@ -33,13 +35,10 @@ class DeployLoad:
     over: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def wait_for(self, more: int, limit: float = 60.0) -> None:
+    def wait_for(self, more: int) -> None:
         """Wait until `more` further requests have been answered."""
-        wanted, end = self.answered + more, time.monotonic() + limit
-        while self.answered < wanted:
-            if time.monotonic() > end:
-                raise TimeoutError(f"{self.answered} of {wanted} answered: {self.failures[-3:]}")
-            time.sleep(0.05)
+        wanted = self.answered + more
+        wait_for(lambda: self.answered >= wanted)
 
     def run_client(self, number: int) -> None:
         with httpx.Client(verify=False, timeout=LIMIT, headers=self.headers) as client:
@@ -74,17 +73,14 @@ class DeployLoad:
 def nothing_fails(url: str, headers: dict[str, str], answers: int) -> Iterator[DeployLoad]:
     """Load a fleet; so many requests are answered before and after, and none fails."""
     load = DeployLoad(url, headers)
-    threads = [
-        threading.Thread(target=load.run_client, args=(number,), daemon=True) for number in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    try:
-        load.wait_for(answers)
-        yield load
-        load.wait_for(answers)
-    finally:
-        load.over.set()
-        for thread in threads:
-            thread.join(LIMIT + 10)
+    with ThreadPoolExecutor(3) as pool:
+        clients = [pool.submit(load.run_client, number) for number in range(3)]
+        try:
+            load.wait_for(answers)
+            yield load
+            load.wait_for(answers)
+        finally:
+            load.over.set()
+        for client in clients:
+            client.result()
     assert load.failures == []

@@ -19,7 +19,7 @@ import pytest
 import trustme
 
 from tests.emulator import EmulatedNode
-from tests.gateway_processes import LIMIT, Succession, client_of, serving
+from tests.gateway_processes import LIMIT, asked, client_of, serving
 from tests.gateways import until
 from tests.polling import eventually
 from tests.processes import gone
@@ -52,24 +52,9 @@ def relayed_by(answer: httpx.Response) -> str:
     return answer.headers["x-request-id"][: len("req_") + 16]
 
 
-@contextlib.asynccontextmanager
-async def gateway(
-    folder: Path, node: EmulatedNode, **settings: Any
-) -> AsyncIterator[tuple[Succession, httpx.AsyncClient, httpx.AsyncClient]]:
-    async with (
-        serving(folder, node, settings={**EDGES, **settings}) as line,
-        client_of(line.url) as client,
-        client_of(line.admin_url) as admin,
-    ):
-        yield line, client, admin
-
-
 @pytest.mark.smoke
 async def test_streams_are_spread_and_recorded_and_everything_else_works(tmp_path: Path) -> None:
-    async with (
-        EmulatedNode(slots=16) as node,
-        gateway(tmp_path, node) as (line, client, admin),
-    ):
+    async with asked(tmp_path, EmulatedNode(slots=16), **EDGES) as (line, client, admin):
 
         async def ask(number: int) -> list[str]:
             """25 streams on one connection that is kept."""
@@ -133,10 +118,8 @@ async def rest(parts: AsyncIterator[bytes]) -> bytes:
 async def test_a_stop_waits_for_streams_and_edges_end_with_their_brain(
     tmp_path: Path, killed: bool
 ) -> None:
-    async with (
-        EmulatedNode(answer_tokens=40) as node,
-        gateway(tmp_path, node) as (line, client, admin),
-    ):
+    node = EmulatedNode(answer_tokens=40)
+    async with asked(tmp_path, node, **EDGES) as (line, client, admin):
         pids = await until_ready(admin)
         if killed:
             await line.kill()
