@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from tests.deploy.hosts import ADMIN, HostNetwork, ssh_options
+from tests.processes import ran
 
 PLAYBOOKS = Path(__file__).parents[2] / "deploy/ansible"
 LIMIT = 1500.0  # seconds for one playbook; they took half a minute to two minutes
@@ -30,6 +31,17 @@ def ansible_programs() -> Path:
     if not found or not Path(found).exists():
         raise FileNotFoundError("no ansible-playbook: run these tests by `make test-deploy`")
     return Path(found).absolute().parent
+
+
+def play_here(
+    folder: Path, play: str, variables: dict[str, Any], inventory: str | Path, status: int = 0
+) -> str:
+    """Run a play on this machine in place of a host; its output."""
+    (folder / "play.yml").write_text(play)
+    settings = {"ansible_python_interpreter": "/usr/bin/python3", **variables}
+    given = ("-i", inventory, folder / "play.yml", "-e", json.dumps(settings))
+    program = ansible_programs() / "ansible-playbook"
+    return ran(program, *given, cwd=PLAYBOOKS, limit=200, status=status).stdout
 
 
 @dataclass(frozen=True, slots=True)

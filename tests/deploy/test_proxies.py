@@ -23,7 +23,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.deploy.control import PLAYBOOKS, ansible_programs, wait_for
+from tests.deploy.control import PLAYBOOKS, play_here, wait_for
 from tests.processes import free_port, ran
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(300)]
@@ -262,9 +262,7 @@ def render(role: str, folder: Path, ports: dict[str, int], settings: dict[str, A
         },
     }
     inventory: dict[str, Any] = {group: {"hosts": hosts} for group, hosts in groups.items()}
-    inventory["all"] = {"vars": {"ansible_python_interpreter": "/usr/bin/python3"}}
     (folder / "hosts.json").write_text(json.dumps(inventory))
-    (folder / "render.yml").write_text(RENDER)
     of_role = {
         "balancer": {
             "interface": "eth0", "address": "10.0.0.100", "pem": str(folder / "balancer.pem"),
@@ -283,9 +281,7 @@ def render(role: str, folder: Path, ports: dict[str, int], settings: dict[str, A
             f"{role}_{name}": value for name, value in {**of_role[role], **settings}.items()
         },
     }
-    program = ansible_programs() / "ansible-playbook"
-    files = ("-i", folder / "hosts.json", folder / "render.yml")
-    ran(program, *files, "-e", json.dumps(made), cwd=PLAYBOOKS, limit=200)
+    play_here(folder, RENDER, made, folder / "hosts.json")
 
 
 def program(name: str, package: str) -> str:

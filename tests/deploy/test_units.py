@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gateway.local.topology import read_topology, topology_as_dict
-from tests.deploy.control import PLAYBOOKS, ansible_programs
+from tests.deploy.control import PLAYBOOKS, play_here
 from tests.local.machine import (
     ALTRA,
     EPYC,
@@ -83,6 +83,7 @@ Features\t: fp asimd evtstrm aes crc32
 CPU implementer\t: 0x41
 CPU architecture: 8
 """
+HOST = "epyc-a,"
 ONE_SOCKET = [[[0], [1]]]
 TWO_SOCKETS = two_sockets_with_smt()
 
@@ -110,18 +111,8 @@ def units(
         "llama_node_program": "/opt/llama-node/1",
         **variables,
     }
-    run(tmp_path, play, settings)
+    play_here(tmp_path, play, settings, HOST)
     return {path.name: path.read_text() for path in sorted(made.iterdir())}
-
-
-def run(tmp_path: Path, tasks: str, variables: dict[str, Any], status: int = 0) -> str:
-    """Run a play on this machine in place of the host epyc-a; its output."""
-    play = tmp_path / "play.yml"
-    play.write_text(tasks)
-    settings = {"ansible_python_interpreter": "python3", **variables}
-    program = ansible_programs() / "ansible-playbook"
-    given = ("-i", "epyc-a,", play, "-e", json.dumps(settings))
-    return ran(program, *given, cwd=PLAYBOOKS, limit=100, status=status).stdout
 
 
 def test_each_socket_has_its_server_bound_to_its_cores_and_memory(tmp_path: Path) -> None:
@@ -156,14 +147,6 @@ def test_a_server_on_one_socket_is_not_pinned(tmp_path: Path) -> None:
     assert "CPUAffinity" not in text
     assert "--no-mmap" not in text
     assert "--slots 5 --ctx 20480 --threads 2 " in text
-
-
-def test_a_server_requires_the_hosts_key_which_no_process_shows(tmp_path: Path) -> None:
-    (text,) = units(tmp_path, ONE_SOCKET).values()
-    assert " --api-key-file /var/lib/llama-node/api.key" in text
-    assert "\nEnvironment=LLAMA_NODE_KEYS=0123456789abcdef\n" in text
-    (text,) = units(tmp_path, ONE_SOCKET, llama_node_key=False).values()
-    assert "key" not in text.lower()
 
 
 MODELS: list[dict[str, Any]] = [
@@ -261,7 +244,8 @@ NO_MODEL = {"llama_node_model_file": ""}
 def test_variables_that_can_not_work_are_refused(
     tmp_path: Path, variables: dict[str, Any], words: str
 ) -> None:
-    told = run(tmp_path, REFUSALS, {"llama_node_model_file": "m.gguf", **variables}, status=2)
+    given = {"llama_node_model_file": "m.gguf", **variables}
+    told = play_here(tmp_path, REFUSALS, given, HOST, status=2)
     assert words in " ".join(told.split())
 
 
@@ -296,11 +280,8 @@ def test_llama_cpp_is_built_for_the_instructions_that_the_cpu_has(tmp_path: Path
         machines.append({"name": name, "architecture": architecture, "topology": topology})
     written = tmp_path / "switches.json"
     variables = str(PLAYBOOKS / "roles/llama_node/vars/main.yml")
-    run(
-        tmp_path,
-        SWITCHES,
-        {"machines": machines, "variables": variables, "written": str(written)},
-    )
+    settings = {"machines": machines, "variables": variables, "written": str(written)}
+    play_here(tmp_path, SWITCHES, settings, HOST)
     given: dict[str, list[str]] = json.loads(written.read_text())
 
     def on(name: str) -> set[str]:
