@@ -208,14 +208,6 @@ def test_the_version_is_a_release_number() -> None:
 # The pages.
 
 
-@pytest.mark.parametrize("page", PAGES, ids=shown)
-def test_every_command_and_flag_of_a_page_exists(page: Path) -> None:
-    text = page.read_text()
-    assert [(" ".join(words), wrong) for words in calls(text) if (wrong := unknown(words))] == []
-    modules = re.findall(r"python -m ((?:tests|gateway)[\w.]*)", text)
-    assert [name for name in modules if importlib.util.find_spec(name) is None] == []
-
-
 MODULES_OF_PAGES = {
     f"/{shown(path)}"
     for part in ("gateway", "setup", "tests", "deploy")
@@ -224,11 +216,17 @@ MODULES_OF_PAGES = {
 
 
 @pytest.mark.parametrize("page", PAGES, ids=shown)
-def test_every_module_that_a_page_names_exists(page: Path) -> None:
-    named = set(re.findall(r"`([\w/]+\.py)`", page.read_text()))
+def test_commands_flags_targets_and_modules_of_a_page_exist(page: Path) -> None:
+    text = page.read_text()
+    assert [(" ".join(words), wrong) for words in calls(text) if (wrong := unknown(words))] == []
+    modules = re.findall(r"python -m ((?:tests|gateway)[\w.]*)", text)
+    assert [name for name in modules if importlib.util.find_spec(name) is None] == []
+    files = set(re.findall(r"`([\w/]+\.py)`", text))
     assert {
-        name for name in named if not any(one.endswith(f"/{name}") for one in MODULES_OF_PAGES)
+        name for name in files if not any(one.endswith(f"/{name}") for one in MODULES_OF_PAGES)
     } == set()
+    targets = re.findall(r"(?:`|^\s*\$ |&& )make ([a-z][a-z-]*)", text, re.MULTILINE)
+    assert set(targets) - make_targets() == set()
 
 
 def test_a_command_that_does_not_exist_is_found() -> None:
@@ -274,12 +272,6 @@ def test_the_picture_is_of_this_program_and_of_no_machine() -> None:
     assert len(typed) >= 2
     assert [wrong for line in typed if (wrong := unknown(shlex.split(line)[1:]))] == []
     assert "logs are in ~/" in " ".join(words)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=shown)
-def test_every_make_command_of_a_page_exists(page: Path) -> None:
-    named = re.findall(r"(?:`|^\s*\$ |&& )make ([a-z][a-z-]*)", page.read_text(), re.MULTILINE)
-    assert set(named) - make_targets() == set()
 
 
 def test_make_help_tells_every_target() -> None:
