@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -14,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from tests.deploy.base_image import CONTAINED_COMMAND
 from tests.deploy.hosts import ADMIN, HostNetwork, ssh_options
 from tests.processes import ran
 
@@ -71,17 +69,6 @@ def wait_for(what: Callable[[], bool], limit: float = 60.0) -> None:
         time.sleep(0.1)
 
 
-def kill_tree(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and its descendants: Ansible's workers have sessions of their own."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        first = psutil.Process(process.pid)
-        first.suspend()  # so that it starts no more processes
-        for one in (*first.children(recursive=True), first):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
-    process.wait()
-
-
 @dataclass(slots=True)
 class ControlMachine:
     """Runs playbooks; `groups` and `variables` are the inventory.
@@ -107,6 +94,7 @@ class ControlMachine:
         Raises AssertionError unless it succeeds, or with `good=False` unless it fails.
         """
         command = [
+            *(*CONTAINED_COMMAND, "--mount-proc", "--"),  # Ansible's workers end with the test
             *(str(self.programs / "ansible-playbook"), "-i", str(self._inventory())),
             *(playbook, *arguments),
         ]
@@ -115,21 +103,11 @@ class ControlMachine:
         self._plays += 1
         log = self.folder / f"{self._plays:02}-{playbook}.log"
         with log.open("wb") as written:
-            process = subprocess.Popen(
-                command,
-                cwd=PLAYBOOKS,
-                env=self._environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=written,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                status = process.wait(self.limit)
-            except BaseException:  # the playbook and its workers must end with the test
-                kill_tree(process)
-                raise
-        played = PlaybookResult(status, log.read_text())
+            done = subprocess.run(
+                command, cwd=PLAYBOOKS, env=self._environment(), stdin=subprocess.DEVNULL,
+                stdout=written, stderr=subprocess.STDOUT, timeout=self.limit, check=False,
+            )  # fmt: skip
+        played = PlaybookResult(done.returncode, log.read_text())
         if (played.status == 0) != good:
             raise AssertionError(f"{playbook}: status {played.status}\n{played.output[-6000:]}")
         return played
