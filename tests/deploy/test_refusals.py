@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import http.server
 import json
-import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
-from starlette.datastructures import Headers
-from starlette.responses import FileResponse, Response
-from starlette.types import Receive, Scope, Send
 
 from tests.deploy.conftest import DeployedFleet
 from tests.deploy.control import ControlMachine, PlaybookResult
@@ -55,27 +52,42 @@ class Mirror:
     sends_parts: bool = True
     fetched: list[tuple[str, str]] = field(default_factory=list)  # path and range of each GET
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path, query = scope["path"], scope["query_string"].decode()
-        wanted = Headers(scope=scope).get("range", "")
-        self.fetched.append((f"{path}?{query}" if query else path, wanted))
-        if not self.sends_parts:
-            scope["headers"] = [one for one in scope["headers"] if one[0] != b"range"]
-        file = self.folder / path[1:]
-        answer = FileResponse(file) if file.is_file() else Response(status_code=404)
-        await answer(scope, receive, send)
+
+class _Handler(http.server.SimpleHTTPRequestHandler):
+    def __init__(self, *arguments: Any, mirror: Mirror) -> None:
+        self.mirror = mirror
+        super().__init__(*arguments, directory=str(mirror.folder))
+
+    def do_GET(self) -> None:
+        wanted = self.headers.get("Range", "")
+        self.mirror.fetched.append((self.path, wanted))
+        file = self.mirror.folder / self.path[1:].partition("?")[0]
+        if not (wanted and self.mirror.sends_parts and file.is_file()):
+            with contextlib.suppress(ConnectionError):  # a client that requested a part leaves
+                super().do_GET()
+            return
+        body = file.read_bytes()
+        start = int(wanted.removeprefix("bytes=").partition("-")[0])
+        self.send_response(206)
+        self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
+        self.send_header("Content-Length", str(len(body) - start))
+        self.end_headers()
+        self.wfile.write(body[start:])
+
+    def log_message(self, *_: object) -> None:
+        pass
 
 
 @pytest.fixture
 def mirror(fleet: DeployedFleet, tmp_path: Path) -> Iterator[Mirror]:
     mirror = Mirror(tmp_path)
-    with socket.create_server((f"{NETWORK}.1", 0)) as sock:
-        mirror.url = f"http://{NETWORK}.1:{sock.getsockname()[1]}"
-        server = uvicorn.Server(uvicorn.Config(mirror, lifespan="off", log_config=None))
-        thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
+    handler = partial(_Handler, mirror=mirror)
+    with http.server.ThreadingHTTPServer((f"{NETWORK}.1", 0), handler) as server:
+        mirror.url = f"http://{NETWORK}.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         yield mirror
-        server.should_exit = True
+        server.shutdown()
         thread.join(10)
 
 
