@@ -81,7 +81,7 @@ test-fresh: $(VENV)/.test ## run README's two commands on bare Debian 12, 13 and
 chaos: $(VENV)/.test ## inject seeded faults under load, run after run: ARGS="--runs 500 --seconds 15 --resume FILE"
 	@$(BIN)/python -m tests.chaos $(ARGS)
 
-drill: $(VENV)/.test ## run three gateways as one behind HAProxy through faults (root): ARGS="--faults all --json FILE"
+drill: $(VENV)/.test ## run three gateways as one behind HAProxy through faults (root): ARGS="--faults all"
 	@$(BIN)/python -m tests.cluster.drill $(ARGS)
 
 soak: $(VENV)/.test ## run streams for an hour; memory must be flat: ARGS="--minutes 60 --streams 2000"

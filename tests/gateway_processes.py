@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import yaml
 
 from tests.emulator import EmulatedNode
@@ -87,6 +88,11 @@ class Succession:
         await self.until("succeeded", before + 1)
 
 
+def client_of(url: str, **options: Any) -> httpx.AsyncClient:
+    """A client that waits as long as all else here does."""
+    return httpx.AsyncClient(base_url=url, trust_env=False, timeout=LIMIT, **options)
+
+
 @asynccontextmanager
 async def serving(
     folder: Path,
@@ -139,3 +145,17 @@ async def serving(
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
     assert await process.wait() == line.ends_with
+
+
+@asynccontextmanager
+async def asked(
+    folder: Path, node: EmulatedNode, **settings: Any
+) -> AsyncIterator[tuple[Succession, httpx.AsyncClient, httpx.AsyncClient]]:
+    """A gateway over this node, a client of it, and one for operators."""
+    async with (
+        node,
+        serving(folder, node, settings=settings) as line,
+        client_of(line.url) as client,
+        client_of(line.admin_url) as admin,
+    ):
+        yield line, client, admin

@@ -1,12 +1,29 @@
-"""Processes of tests: a port for one, and the end of those that are not children of the test."""
+"""Processes of tests: one run to its end, a port for one, the end of those that are no children."""
 
 from __future__ import annotations
 
 import socket
+import subprocess
 import time
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import psutil
+
+
+def ran(
+    *command: str | Path, status: int | None = 0, limit: float = 60.0, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """A command that has run to its end, with all that it printed.
+
+    AssertionError with that if it ends with another status; None: any will do.
+    """
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=limit, check=False, **options
+    )
+    assert status in {None, done.returncode}, f"{command}: {done.returncode}\n{done}"
+    return done
 
 
 def free_port() -> int:

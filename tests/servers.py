@@ -40,7 +40,7 @@ from gateway.local.server import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Iterator, Sequence
 
 START_LIMIT = 60.0  # seconds until a server must answer
 STOP_LIMIT = 60.0
@@ -142,7 +142,6 @@ def spawn_demo_server(
 
     `binary`: this program, whatever the kind of server of this run.
     """
-    log = tempfile.TemporaryFile()  # noqa: SIM115
     binary = binary or server_binary()
     spec = ServerSpec(
         name="demo",
@@ -158,6 +157,11 @@ def spawn_demo_server(
     command = server_command(spec, port, parent=os.getpid(), binary=binary)
     for word in ("--host", host, *extra):  # the last one counts
         command += (word,) if binary is None else _AS_BINARY.get(word, (word,))
+    return _spawned(command)
+
+
+def _spawned(command: Sequence[str]) -> DemoServer:
+    log = tempfile.TemporaryFile()  # noqa: SIM115
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=server_environment()
     )
@@ -170,18 +174,15 @@ def spawn_router(
     """Start a router without waiting for it: over a folder of models, or of a preset file."""
     binary = server_binary()
     assert binary is not None, "mark the test binary_only"
-    log = tempfile.TemporaryFile()  # noqa: SIM115
     source = "--models-preset" if models.suffix == ".ini" else "--models-dir"
     sizes = () if models.suffix == ".ini" else ("-np", str(slots), "-c", str(slots * context))
-    command = [
-        *(sys.executable, "-P", "-m", "gateway.local.launch", "--parent", str(os.getpid())),
-        *("--", str(binary.path), source, str(models), "--port", str(port), "--metrics"),
-        *(*sizes, "-t", "1", *extra),
-    ]
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=server_environment()
+    return _spawned(
+        [
+            *(sys.executable, "-P", "-m", "gateway.local.launch", "--parent", str(os.getpid())),
+            *("--", str(binary.path), source, str(models), "--port", str(port), "--metrics"),
+            *(*sizes, "-t", "1", *extra),
+        ]
     )
-    return DemoServer(process, log)
 
 
 def stop_router(router: DemoServer) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import ran
 
 
 def run_on_small_disk(program: str, size: str, disk: Path, *arguments: Path) -> str:
@@ -18,13 +19,7 @@ def run_on_small_disk(program: str, size: str, disk: Path, *arguments: Path) -> 
     mount = f'mount -t tmpfs -o size={size} none "$2" && exec "$0" -c "$@"'
     unshare = shutil.which("unshare")
 
-    def run(code: str) -> subprocess.CompletedProcess[str]:
-        command: list[str | Path] = [str(unshare), "-rm", "sh", "-c", mount, sys.executable, code]
-        command += [disk, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-
-    if unshare is None or run("pass").returncode:
+    command = (str(unshare), "-rm", "sh", "-c", mount, sys.executable)
+    if unshare is None or ran(*command, "pass", disk, status=None).returncode:
         pytest.skip("this machine lets us mount no file system")
-    done = run(program)
-    assert not done.returncode, done.stdout + done.stderr
-    return done.stdout
+    return ran(*command, program, disk, *arguments, limit=200).stdout

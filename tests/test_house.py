@@ -1,27 +1,35 @@
-"""What keeps the house in order and no linter knows."""
+"""What keeps the house in order and no linter knows; what the pages tell one to type exists."""
 
 from __future__ import annotations
 
-import ast
+import html
+import importlib.util
 import re
+import shlex
 import shutil
-import subprocess
 import tomllib
 from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from gateway import __version__
+from tests.command_lines import BLOCK, PROMPT, calls, unknown
 from tests.house import picture
 from tests.house.source import ROOT, cycles, imports, modules, shared_class_names
+from tests.processes import ran
 
 MODULES = sorted((ROOT / "gateway").rglob("*.py"))
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 PINS = sorted((ROOT / "requirements").glob("*.txt"))
 LINES_OF_A_MODULE = 1200
+MOST_ENTRIES = 12
+"""What a reader takes in at a glance: of the navigation, and of a group that is unfolded."""
+PICTURE = ROOT / "docs" / "images" / "first-minute.svg"
+BEFORE_THE_PATH = re.compile(r"\.venv/bin/(?!activate)")
 NAMES_THAT_HIDE = {"common", "helper", "helpers", "manager", "misc", "util", "utils"}
 # Written so that this file does not hold what it looks for.
 REGISTRY = re.compile(
@@ -40,12 +48,7 @@ def tracked() -> tuple[Path, ...]:
     """Return the text files of the project: what git tracks, or in an unpacked archive all."""
     git = shutil.which("git")
     if git and (ROOT / ".git").exists():
-        listing = subprocess.run(
-            [git, "-c", f"safe.directory={ROOT}", "-C", str(ROOT), "ls-files", "-z"],
-            capture_output=True,
-            check=True,
-            text=True,
-        )
+        listing = ran(git, "-c", f"safe.directory={ROOT}", "-C", ROOT, "ls-files", "-z")
         paths = [ROOT / name for name in listing.stdout.split("\0") if name]
     else:
         skipped = {".venv", ".git", "node_modules", "__pycache__", "site"}
@@ -91,16 +94,6 @@ def test_modules_are_named_for_what_they_do() -> None:
         name: {word for one in split for word in one.split("_")} for name, split in parts.items()
     }
     assert [name for name, found in words.items() if found & NAMES_THAT_HIDE] == []
-
-
-def test_modules_say_what_they_are() -> None:
-    texts = {shown(module): module.read_text() for module in MODULES}
-    silent = [
-        name
-        for name, text in texts.items()
-        if text.strip() and not ast.get_docstring(ast.parse(text))
-    ]
-    assert silent == []
 
 
 SHARED_CLASS_NAMES = {"Problem", "RequestCounts", "Sender"}
@@ -213,10 +206,76 @@ def test_the_version_is_a_release_number() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc)\d+)?", __version__)
 
 
+# The pages.
+
+
+MODULES_OF_PAGES = {
+    f"/{shown(path)}"
+    for part in ("gateway", "setup", "tests", "deploy")
+    for path in (ROOT / part).rglob("*.py")
+}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=shown)
-def test_every_make_command_of_a_page_exists(page: Path) -> None:
-    named = re.findall(r"(?:`|^\s*\$ |&& )make ([a-z][a-z-]*)", page.read_text(), re.MULTILINE)
-    assert set(named) - make_targets() == set()
+def test_commands_flags_targets_and_modules_of_a_page_exist(page: Path) -> None:
+    text = page.read_text()
+    assert [(" ".join(words), wrong) for words in calls(text) if (wrong := unknown(words))] == []
+    modules = re.findall(r"python -m ((?:tests|gateway)[\w.]*)", text)
+    assert [name for name in modules if importlib.util.find_spec(name) is None] == []
+    files = set(re.findall(r"`([\w/]+\.py)`", text))
+    assert {
+        name for name in files if not any(one.endswith(f"/{name}") for one in MODULES_OF_PAGES)
+    } == set()
+    targets = re.findall(r"(?:`|^\s*\$ |&& )make ([a-z][a-z-]*)", text, re.MULTILINE)
+    assert set(targets) - make_targets() == set()
+
+
+def test_a_command_that_does_not_exist_is_found() -> None:
+    page = "```console\n$ cd x && llama-gateway nodes drain a --slowly  # soon\n```\n"
+    page += "`llama-gateway fly`, `journalctl -u llama-gateway -n 5`, `llama-gateway nodes fix a`\n"
+    assert [unknown(words) for words in calls(page)] == [["--slowly"], ["fly"], ["fix"]]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=shown)
+def test_commands_look_the_same_everywhere(page: Path) -> None:
+    """In `console` blocks behind a `$`; the program and its peers are on the PATH."""
+    for block in BLOCK.finditer(page.read_text()):
+        assert block["kind"] not in {"bash", "sh", "shell"}, (
+            "write ```console, and `$ ` before commands"
+        )
+        if block["kind"] == "console":
+            assert not BEFORE_THE_PATH.search(block["text"]), (
+                "after one `source .venv/bin/activate`"
+            )
+            assert PROMPT.match(block["text"]), "the first line of a console block is a command"
+
+
+def test_the_navigation_is_read_at_a_glance() -> None:
+    entries = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    groups = {name: pages for entry in entries for name, pages in entry.items()}
+    assert len(groups) <= MOST_ENTRIES
+    assert [
+        name
+        for name, pages in groups.items()
+        if len(pages) > MOST_ENTRIES and isinstance(pages, list)
+    ] == []
+
+
+def test_readme_begins_with_the_picture_and_the_home_page_too() -> None:
+    for page in (ROOT / "README.md", ROOT / "docs" / "index.md"):
+        first, *_ = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", page.read_text())
+        assert Path(first).name == "slot-timeline.svg"
+
+
+def test_the_picture_is_of_this_program_and_of_no_machine() -> None:
+    drawn = PICTURE.read_text()
+    assert "url(http" not in drawn, "nothing is loaded from elsewhere"
+    texts = map(html.unescape, re.findall(r"<text[^>]*>([^<]+)</text>", drawn))
+    words = [" ".join(text.split()) for text in texts if text.strip()]
+    typed = [line for line in words if line.startswith("llama-gateway ")]
+    assert len(typed) >= 2
+    assert [wrong for line in typed if (wrong := unknown(shlex.split(line)[1:]))] == []
+    assert "logs are in ~/" in " ".join(words)
 
 
 def test_make_help_tells_every_target() -> None:

@@ -35,7 +35,7 @@ def test_of_the_wheel(): pass
 def checkout(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
     monkeypatch.setenv("XDG_CACHE_HOME", str(pytester.path / "cache"))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
-    monkeypatch.delenv("TESTS_UNDER_GATE", raising=False)
+    monkeypatch.setenv("TESTS_UNDER_GATE", "yes")
     pytester.makepyfile(FILE)
     return pytester
 
@@ -52,10 +52,7 @@ def run(checkout: pytest.Pytester, *arguments: str) -> pytest.RunResult:
     return checkout.runpytest_subprocess(*plugins, "--llama-server", "binary", *arguments)
 
 
-def test_with_the_expected_build_failures_fail(
-    checkout: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TESTS_UNDER_GATE", "yes")
+def test_with_the_expected_build_failures_fail(checkout: pytest.Pytester) -> None:
     install(checkout, EXPECTED_BUILD)
     ran = run(checkout)
     ran.assert_outcomes(passed=1, failed=1, errors=1, skipped=1)
@@ -63,28 +60,18 @@ def test_with_the_expected_build_failures_fail(
     assert "wheel_only: reads the wheel's log" in ran.stdout.str()
 
 
-def test_with_another_build_failures_are_drift_in_the_gate(
-    checkout: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TESTS_UNDER_GATE", "yes")
+def test_with_another_build_failures_are_drift_in_the_gate(checkout: pytest.Pytester) -> None:
     install(checkout, 12)
     ran = run(checkout, "-n", "2")
     assert ran.ret == 0
     ran.assert_outcomes(passed=1, skipped=1)
-    ran.stdout.fnmatch_lines(
-        [
-            f"*DRIFT: llama-server is build 12, expected {EXPECTED_BUILD}*",
-            "DRIFT *::test_fails",
-            "*AssertionError: assert 'one' == 'other'*",
-        ]
-    )
+    title = f"*DRIFT: llama-server is build 12, expected {EXPECTED_BUILD}*"
+    failure = "*AssertionError: assert 'one' == 'other'*"
+    ran.stdout.fnmatch_lines([title, "DRIFT *::test_fails", failure])
     ran.stdout.fnmatch_lines(["DRIFT *::test_has_no_server"])
 
 
-def test_without_the_program_real_tests_fail_in_the_gate(
-    checkout: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TESTS_UNDER_GATE", "yes")
+def test_without_the_program_real_tests_fail_in_the_gate(checkout: pytest.Pytester) -> None:
     ran = run(checkout)
     ran.assert_outcomes(errors=3, skipped=1)
     assert "is missing or does not run: make llama-server" in ran.stdout.str()

@@ -7,8 +7,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from gateway.store.store import Store
 from tests.callers.build import read_rows
 from tests.emulator import EmulatedNode
 from tests.emulator.raw_connection import RawConnection, post, raw_connection
-from tests.gateway_processes import LIMIT, Succession, serving
+from tests.gateway_processes import LIMIT, asked, client_of, serving
 from tests.gateways import until
 from tests.nodes.build import a_spec
 from tests.polling import eventually
@@ -78,28 +77,11 @@ EACH_ANEW = httpx.Limits(max_keepalive_connections=0)
 """Each request comes to the process that accepts connections."""
 
 
-def client_of(url: str, **keys: Any) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=url, trust_env=False, timeout=LIMIT, **keys)
-
-
-@asynccontextmanager
-async def asked(
-    folder: Path, node: EmulatedNode, **settings: Any
-) -> AsyncIterator[tuple[Succession, httpx.AsyncClient]]:
-    """A gateway over this node, and a client of it."""
-    async with (
-        node,
-        serving(folder, node, settings=settings) as line,
-        client_of(line.url) as client,
-    ):
-        yield line, client
-
-
 @pytest.mark.parametrize("edges", [pytest.param(0, marks=pytest.mark.smoke), 2])
 async def test_no_request_fails_during_handovers(edges: int, tmp_path: Path) -> None:
     listen = {"port": 0, "edges": edges}
     async with (
-        asked(tmp_path, node := EmulatedNode(slots=64), listen=listen) as (line, keeping),
+        asked(tmp_path, node := EmulatedNode(slots=64), listen=listen) as (line, keeping, _),
         client_of(line.url, limits=EACH_ANEW) as coming,
     ):
         asking = Asking()
@@ -124,7 +106,7 @@ async def test_no_request_fails_during_handovers(edges: int, tmp_path: Path) -> 
 @pytest.mark.parametrize("edges", [0, 1])
 async def test_a_running_stream_is_finished_by_its_process(edges: int, tmp_path: Path) -> None:
     node, listen = EmulatedNode(slots=4, answer_tokens=40), {"port": 0, "edges": edges}
-    async with asked(tmp_path, node, listen=listen) as (line, client):
+    async with asked(tmp_path, node, listen=listen) as (line, client, _):
         node.faults.next("hang", after_events=5)
         body = HELLO | {"stream": True, "max_tokens": 40}
         async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
@@ -147,7 +129,7 @@ async def test_a_running_stream_is_finished_by_its_process(edges: int, tmp_path:
 async def test_a_successor_that_can_not_start_or_finds_emptied_settings_changes_nothing(
     left: str | None, tmp_path: Path
 ) -> None:
-    async with asked(tmp_path, EmulatedNode(), **KEYED) as (line, client):
+    async with asked(tmp_path, EmulatedNode(), **KEYED) as (line, client, _):
         file = tmp_path / "gateway.yaml"
         settings = file.read_text()
         file.unlink()
@@ -169,7 +151,7 @@ async def test_a_successor_that_can_not_start_or_finds_emptied_settings_changes_
 async def test_a_successor_without_keys_does_not_unlock_the_gateway(
     anonymous: bool, tmp_path: Path
 ) -> None:
-    async with asked(tmp_path, EmulatedNode(), **KEYED) as (line, client):
+    async with asked(tmp_path, EmulatedNode(), **KEYED) as (line, client, _):
         file = tmp_path / "gateway.yaml"
         text = yaml.safe_load(file.read_text()) | {"keys": [], "allow_anonymous": anonymous}
         # Of its successors, one after another.
@@ -183,11 +165,7 @@ async def test_a_successor_without_keys_does_not_unlock_the_gateway(
 
 @pytest.mark.smoke
 async def test_drains_and_remembered_models_survive_a_handover(tmp_path: Path) -> None:
-    async with (
-        EmulatedNode() as node,
-        serving(tmp_path, node) as line,
-        client_of(line.admin_url) as admin,
-    ):
+    async with asked(tmp_path, node := EmulatedNode()) as (line, _, admin):
         assert (await admin.post("/admin/nodes/one/drain")).status_code < 300
         await line.succeed()
         await admin.aclose()
@@ -262,9 +240,8 @@ def opened(folder: Path) -> Store:
 
 def left(connection: Connection) -> tuple[int, int]:
     """Open requests and processes in the store."""
-    tables = open_requests, processes
-    counts = [len(connection.execute(select(table)).all()) for table in tables]
-    return counts[0], counts[1]
+    requests = connection.execute(select(open_requests)).all()
+    return len(requests), len(connection.execute(select(processes)).all())
 
 
 async def test_limits_keys_and_the_ledger_hold_while_both_processes_live(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.processes import ran
+
 pytestmark = [pytest.mark.net, pytest.mark.real, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[1]
@@ -29,7 +31,7 @@ INDEX = re.compile(r"(PIP|UV|SSL|REQUESTS|CURL)_|(?i:https?_proxy|no_proxy)$")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "wheel", "-qq", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*pip, "-w", folder, ROOT], check=True, timeout=LIMIT)
+    ran(*pip, "-w", folder, ROOT, limit=LIMIT)
     (made,) = folder.glob("*.whl")
     return made
 
@@ -37,8 +39,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tools")
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=LIMIT)
-    subprocess.run([folder / "bin/pip", "install", "-qq", *TOOLS], check=True, timeout=LIMIT)
+    ran(sys.executable, "-m", "venv", folder, limit=LIMIT)
+    ran(folder / "bin/pip", "install", "-qq", *TOOLS, limit=LIMIT)
     return folder / "bin"
 
 
@@ -61,14 +63,10 @@ def test_the_installed_command_starts_a_server_and_serves_it(
     home = Path(bare["HOME"])
     python = Path(sys.base_prefix, "bin", f"python{platform.python_version().rpartition('.')[0]}")
     command = [str(tools / words[0]), *words[1:], "--python", str(python), f"{wheel}[local]"]
-    subprocess.run(command, env=bare, cwd=home, check=True, timeout=LIMIT)
+    ran(*command, env=bare, cwd=home, limit=LIMIT)
     program = home / ".local/bin/llama-gateway"
 
-    refused = subprocess.run(
-        [program, "serve"],
-        env=bare, cwd=home, capture_output=True, text=True, timeout=START_LIMIT, check=False,
-    )  # fmt: skip
-    assert refused.returncode == 2
+    refused = ran(program, "serve", env=bare, cwd=home, status=2, limit=START_LIMIT)
     assert "config/nodes.yaml: there is no such file" in refused.stderr
 
     with serving(program, bare, home) as url:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +42,11 @@ class Authority:
         """Return the settings of a member with a certificate of its own."""
         given = {"name": CLUSTER, "listen": "127.0.0.1:9", "tls": self.files(member)}
         return ClusterSettings(member=member, **{**given, **more})
+
+
+@functools.cache
+def authority() -> Authority:
+    """One authority for all tests of this process, with a folder that goes at its end."""
+    folder = tempfile.mkdtemp(prefix="llama-gateway-authority-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Authority(Path(folder))

@@ -14,16 +14,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import random
-import secrets
-import shutil
+import re
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,33 +30,24 @@ import httpx
 import psutil
 import uvloop
 
-from gateway.callers.keys import ApiKey, new_key
+from gateway.callers.keys import new_key
 from tests.cluster import network
-from tests.cluster.certificates import Authority
 from tests.cluster.load import (
-    PROCESS_PART,
     Answer,
     Load,
     NodeWatch,
     emulated_nodes,
     longest_gap,
     most_within,
-    real_nodes,
     submit_batch,
     wrong_with_batch,
 )
-from tests.cluster.machines import (
-    HAPROXY,
-    LIMIT,
-    TERM,
-    Member,
-    new_member,
-    running_haproxy,
-)
+from tests.cluster.machines import HAPROXY, LIMIT, TERM, Member, running_haproxy, running_members
 from tests.cluster.pgbouncer import PROGRAM as PGBOUNCER
 from tests.cluster.pgbouncer import running_pgbouncer
+from tests.polling import eventually
 from tests.postgres import PostgresServer, postgres_binaries, running_postgres
-from tests.processes import free_port, gone
+from tests.processes import gone
 
 METERED_RPM = 30
 METERED_WINDOW = 58.0  # seconds: a minute, less what lies between a client's clock and the count
@@ -71,27 +60,8 @@ ROWS = "SELECT id, status FROM usage WHERE key <> 'batch'"
 POOLED = 12  # connections that pgbouncer has to the database
 
 
-@dataclass(frozen=True, slots=True)
-class Killed:
-    at: float
-    member: str
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What one fault has done."""
-
-    fault: str
-    began: float
-    ended: float = 0.0
-    led_by: tuple[str, str] = ("", "")
-    epochs: tuple[int, int] = (0, 0)
-    error: str = ""
-
-
 @dataclass(slots=True)
 class Drill:
-    folder: Path
     members: list[Member]
     database: PostgresServer
     database_name: str
@@ -101,10 +71,10 @@ class Drill:
     rng: random.Random
     admin: httpx.AsyncClient
     away: float  # seconds for which the database is stopped
-    killed: list[Killed] = field(default_factory=list)
+    killed: list[tuple[float, str]] = field(default_factory=list)  # when, and which member
     forgotten: list[tuple[float, float]] = field(default_factory=list)
     """Spans of time whose rows the database has lost."""
-    outcomes: list[Outcome] = field(default_factory=list)
+    begun: list[tuple[float, str]] = field(default_factory=list)  # when, and which fault
     wrong: list[str] = field(default_factory=list)
 
     def is_wrong(self, what: str) -> None:
@@ -116,26 +86,25 @@ class Drill:
 
     async def leader(self) -> tuple[Member, int]:
         """Who leads by the row, once somebody does, and the epoch."""
-        until = time.monotonic() + LIMIT
-        while True:
+
+        async def look() -> tuple[Member, int] | None:
             with contextlib.suppress(Exception):
                 rows = await asyncio.to_thread(self.sql, "SELECT holder, epoch FROM leadership")
                 for holder, epoch in rows:
                     for one in self.members:
-                        if holder == one.name or holder.startswith(f"{one.name}/"):
+                        if holder.partition("/")[0] == one.name:
                             return one, epoch
-            if len(self.members) == 1:
-                return self.members[0], 0
-            assert time.monotonic() < until, "nobody leads"
-            await asyncio.sleep(0.1)
+            return None
+
+        return (self.members[0], 0) if len(self.members) == 1 else await eventually(look, LIMIT)
 
     def when(self, time: float) -> str:
         """Where in the course of things a time lies."""
-        before = [one for one in self.outcomes if one.began <= time]
-        return f"{time - before[-1].began:.1f} s after {before[-1].fault}" if before else "early"
+        before = [one for one in self.begun if one[0] <= time]
+        return f"{time - before[-1][0]:.1f} s after {before[-1][1]}" if before else "early"
 
     def note_killed(self, member: Member) -> None:
-        self.killed.append(Killed(time.monotonic(), member.name))
+        self.killed.append((time.monotonic(), member.name))
 
 
 Which = Callable[[Drill], Awaitable[Member]]
@@ -181,6 +150,7 @@ async def stop(pids: Sequence[int], seconds: float, rng: random.Random) -> None:
 
 
 async def stop_leader(drill: Drill) -> None:
+    """Beyond its term."""
     await stop([(await leader_of(drill)).pid], 3 * TERM, drill.rng)
 
 
@@ -196,19 +166,21 @@ async def restart_leader(drill: Drill) -> None:
 
 
 async def upgrade(drill: Drill) -> None:
+    """Have all members succeeded, one after the other."""
     for member in drill.members:
         await member.succeed()
         await member.ready()
         await asyncio.sleep(TERM)
 
 
-async def terminate_backends(drill: Drill, times: int = 5) -> None:
-    for _ in range(times):
+async def terminate_backends(drill: Drill) -> None:
+    for _ in range(5):
         drill.sql(TERMINATE)
         await asyncio.sleep(1)
 
 
 async def slow_database(drill: Drill) -> None:
+    """Statements may take a second, and locks hold them up for longer."""
     drill.sql(f"ALTER DATABASE {drill.database_name} SET statement_timeout = '1s'")
     drill.sql(TERMINATE)
     for table in ("leadership", "usage"):
@@ -235,11 +207,13 @@ async def stop_database(drill: Drill, *, killed: bool = False) -> None:
 
 
 async def halt_database(drill: Drill) -> None:
+    """Connections stay, and nobody answers."""
     with drill.database.halted():
         await asyncio.sleep(drill.away)
 
 
 async def stale_standby(drill: Drill) -> None:
+    """Promote a standby that has lost touch some terms ago."""
     # What it has not booked yet is lost with what comes after the copy.
     copied = time.monotonic()
     await _booked(drill, copied)
@@ -261,58 +235,49 @@ async def part(drill: Drill, which: Which, *, members: bool, database: bool) -> 
     member.machine.mend()
 
 
-FAULTS: dict[str, tuple[str, Callable[[Drill], Awaitable[None]]]] = {
-    "none": ("nothing: what all others are compared to", lambda _: asyncio.sleep(5)),
-    "kill-edge": ("`kill -9` of an edge", kill_edge),
-    "kill-leader": (
-        "`kill -9` of the leader, which is started again", partial(kill, which=leader_of)),
-    "kill-follower": (
-        "`kill -9` of a follower, which is started again", partial(kill, which=follower_of)),
-    "stop-leader": ("SIGSTOP of the leader beyond its term, then SIGCONT", stop_leader),
-    "stop-edge": ("SIGSTOP of an edge beyond a term, then SIGCONT", stop_edge),
-    "restart-leader": ("SIGTERM of the leader, which is started again", restart_leader),
-    "upgrade": ("SIGUSR2 of each member, one after the other", upgrade),
-    "terminate-backends": (
-        "`pg_terminate_backend` of all connections, five times", terminate_backends),
-    "slow-database": (
-        "`statement_timeout = 1s`, and locks that hold statements up for longer", slow_database),
-    "stop-database": ("PostgreSQL stopped, and started again", stop_database),
-    "kill-without-database": (
-        "PostgreSQL stopped, and `kill -9` of a member meanwhile, whose new process has no store",
-        partial(stop_database, killed=True)),
-    "halt-database": (
-        "PostgreSQL halted (SIGSTOP): connections stay, and nobody answers", halt_database),
-    "stale-standby": ("a standby promoted that has lost touch some terms ago", stale_standby),
-    "part-leader": ("the leader reaches no other member, but the database",
-                    partial(part, which=leader_of, members=True, database=False)),
-    "part-leader-from-database": ("the leader reaches the other members, but not the database",
-                                  partial(part, which=leader_of, members=False, database=True)),
-    "part-follower": ("a follower reaches no other member, but the database",
-                      partial(part, which=follower_of, members=True, database=False)),
-    "part-follower-from-all": (
-        "a follower reaches neither members nor database; its nodes it reaches",
-        partial(part, which=follower_of, members=True, database=True)),
-}  # fmt: skip
+FAULTS: dict[str, Callable[[Drill], Awaitable[None]]] = {
+    "none": lambda _: asyncio.sleep(5),  # what all others are compared to
+    "kill-edge": kill_edge,
+    "kill-leader": partial(kill, which=leader_of),
+    "kill-follower": partial(kill, which=follower_of),
+    "stop-leader": stop_leader,
+    "stop-edge": stop_edge,
+    "restart-leader": restart_leader,
+    "upgrade": upgrade,
+    "terminate-backends": terminate_backends,
+    "slow-database": slow_database,
+    "stop-database": stop_database,
+    "kill-without-database": partial(stop_database, killed=True),
+    "halt-database": halt_database,
+    "stale-standby": stale_standby,
+    "part-leader": partial(part, which=leader_of, members=True, database=False),
+    "part-leader-from-database": partial(part, which=leader_of, members=False, database=True),
+    "part-follower": partial(part, which=follower_of, members=True, database=False),
+    "part-follower-from-all": partial(part, which=follower_of, members=True, database=True),
+}
 SHORT = ("none", "kill-edge", "kill-leader", "stop-leader", "part-leader", "stop-database")
-KILLS = ("kill-edge", "kill-leader")
 
 
 async def run_faults(drill: Drill, names: Sequence[str], settle: float) -> None:
     for name in names:
-        leader, epoch = await drill.leader()
-        outcome = Outcome(name, time.monotonic())
-        drill.outcomes.append(outcome)
+        (leader, epoch), began = await drill.leader(), time.monotonic()
+        drill.begun.append((began, name))
         try:
-            await FAULTS[name][1](drill)
+            await FAULTS[name](drill)
         except Exception as error:  # noqa: BLE001 - it is told, and the next ones are tried
-            outcome.error = f"{type(error).__name__}: {error}"
-            drill.is_wrong(f"{name}: {outcome.error}")
+            drill.is_wrong(f"{name}: {type(error).__name__}: {error}")
         await asyncio.sleep(settle)
         new, new_epoch = await drill.leader()
-        outcome.ended = time.monotonic()
-        outcome.led_by, outcome.epochs = (leader.name, new.name), (epoch, new_epoch)
+        span = began, time.monotonic()
         await all_well(drill, name)
-        print(row(drill, outcome), flush=True)
+        (living, dead), answers = failures(drill, *span), drill.load.answers
+        print(
+            f"{name:26} {span[1] - began:5.0f} s "
+            f"{sum(began <= one.ended < span[1] for one in answers):6} answers "
+            f"{len(living):4} failed {len(dead):3} died  gap {gap(drill, *span):5.2f} s  "
+            f"{leader.name}->{new.name} {epoch}->{new_epoch}",
+            flush=True,
+        )
 
 
 async def all_well(drill: Drill, after: str) -> None:
@@ -341,103 +306,64 @@ def shown_by(status: dict[str, Any] | None) -> tuple[Any, ...]:
 # Verdict.
 
 
-def failures(drill: Drill, begin: float, end: float) -> tuple[list[Answer], list[Answer]]:
+def failures(
+    drill: Drill, begin: float = 0.0, end: float = float("inf")
+) -> tuple[list[Answer], list[Answer]]:
     """Requests of that time that failed: of processes that live, and of those that were killed."""
-    answers = drill.load.answers
     newest: dict[str, float] = {}
-    for one in answers:
-        part = one.id[:PROCESS_PART]
+    for one in drill.load.answers:
         if not one.failure:
-            newest[part] = max(newest.get(part, 0.0), one.began)
+            newest[one.process] = max(newest.get(one.process, 0.0), one.began)
     living: list[Answer] = []
     dead: list[Answer] = []
-    for one in answers:
+    for one in drill.load.answers:
         if begin <= one.ended < end and one.failure and not one.refused:
             excused = any(
-                killed.member == one.member
-                and one.began <= killed.at + ORPHAN_SECONDS
-                and killed.at - 0.1 <= one.ended <= killed.at + BREAK_SECONDS
-                and not (one.id and newest.get(one.id[:PROCESS_PART], 0.0) > killed.at + 0.5)
-                for killed in drill.killed
+                member == one.member
+                and one.began <= at + ORPHAN_SECONDS
+                and at - 0.1 <= one.ended <= at + BREAK_SECONDS
+                and not (one.id and newest.get(one.process, 0.0) > at + 0.5)
+                for at, member in drill.killed
             )
             (dead if excused else living).append(one)
     return living, dead
 
 
-def crowdings(drill: Drill, begin: float, end: float) -> list[str]:
-    """Where more requests than slots were at a node for longer than a moment."""
-    return [
-        f"{one.most} too many at {one.node} for {one.ended - one.began:.2f} s, "
-        f"{drill.when(one.began)}"
-        for watch in drill.nodes
-        for one in watch.crowdings
-        if begin <= one.began < end and one.ended - one.began > BRIEF
-    ]
-
-
 def gap(drill: Drill, begin: float, end: float) -> float:
-    """The longest pause of grants at all nodes; at real ones, of answers."""
+    """The longest pause of grants at all nodes."""
     granted = [when for watch in drill.nodes for when in watch.grants]
-    ended = [one.ended for one in drill.load.answers if not one.failure]
-    return longest_gap(granted if drill.load.exact else ended, begin, end)
+    return longest_gap(granted, begin, end)
 
 
-def row(drill: Drill, outcome: Outcome) -> str:
-    begin, end = outcome.began, outcome.ended
-    living, dead = failures(drill, begin, end)
-    answers = sum(begin <= one.ended < end for one in drill.load.answers)
-    crowded = crowdings(drill, begin, end)
-    return (
-        f"{outcome.fault:26} {end - begin:5.0f} s {answers:6} answers {len(living):4} failed "
-        f"{len(dead):3} died  gap {gap(drill, begin, end):5.2f} s  {len(crowded):2} crowded  "
-        f"{'->'.join(outcome.led_by)} {'->'.join(map(str, outcome.epochs))} {outcome.error}"
-    )
-
-
-def judge(
-    drill: Drill, begin: float, end: float, metered: str, most_pause: float
-) -> dict[str, Any]:
-    """All figures; what must not be goes to `drill.wrong`."""
-    living, dead = failures(drill, 0.0, float("inf"))
+def judge(drill: Drill, begin: float, end: float, most_pause: float) -> None:
+    """Print all figures; what must not be goes to `drill.wrong`."""
+    living, dead = failures(drill)
     for text, count in Counter(f"{one.client}: {one.failure}" for one in living).most_common(12):
         drill.is_wrong(f"{count} failed: {text}")
-    for one in crowdings(drill, 0.0, float("inf")):
-        drill.is_wrong(one)
+    for watch in drill.nodes:
+        for since, until, most in watch.crowdings:
+            if until - since > BRIEF:
+                drill.is_wrong(f"{most} too many at {watch.name}, {drill.when(since)}")
     pause = gap(drill, begin, end)
     if pause > TERM + most_pause:
         drill.is_wrong(f"no grant for {pause:.2f} s")
-    admitted = [
-        one.began
-        for one in drill.load.answers
-        if one.client == metered and one.id and not one.refused
-    ]
-    most = most_within(admitted, METERED_WINDOW)
+    metered = [one for one in drill.load.answers if one.client == "metered" and one.id]
+    most = most_within([one.began for one in metered if not one.refused], METERED_WINDOW)
     if most > METERED_RPM + len(drill.members):
         drill.is_wrong(f"{most} requests in a minute by a key that may send {METERED_RPM}")
-    good = [one for one in drill.load.answers if not one.failure]
-    return {
-        "answers": len(drill.load.answers),
-        "good": len(good),
-        "refused_by_limits": sum(one.refused for one in drill.load.answers),
-        "failed": len(living),
-        "failed_with_their_process": len(dead),
-        "longest_gap": round(pause, 2),
-        "brief_crowdings": sum(len(watch.crowdings) for watch in drill.nodes),
-        "most_in_a_minute": most,
-        "by_member": dict(Counter(one.member for one in good)),
-        "mean_seconds": round(sum(one.ended - one.began for one in good) / (len(good) or 1), 3),
-    }
+    answers = len(drill.load.answers)
+    print(f"{answers} answers, {len(living)} failed, {len(dead)} ended with a killed process")
+    print(f"no grant for {pause:.2f} s at most; {most} requests in a minute of {METERED_RPM}")
 
 
-async def compare_ledger(drill: Drill) -> dict[str, int]:
+async def compare_ledger(drill: Drill) -> None:
     """Whether the ledger has each answer once, and nothing else."""
     rows, needed = await _booked(drill, float("inf"))
     if needed:
-        by = Counter(f"{one.member}" for one in needed)
-        wrong = Counter(rows.get(one.id) for one in needed)
+        wrong = Counter((one.member, rows.get(one.id)) for one in needed)
         drill.is_wrong(
-            f"{len(needed)} answers are not in the ledger: {dict(by)}, its status {dict(wrong)}, "
-            f"such as {[one.id for one in needed[:3]]}, the first {drill.when(needed[0].ended)}, "
+            f"{len(needed)} answers are not in the ledger: members and status {dict(wrong)}, such "
+            f"as {[one.id for one in needed[:3]]}, the first {drill.when(needed[0].ended)}, "
             f"the last {drill.when(needed[-1].ended)}"
         )
     # What has broken off has no id here.
@@ -446,8 +372,6 @@ async def compare_ledger(drill: Drill) -> dict[str, int]:
     unknown = [id_ for id_, status in rows.items() if status == 200 and id_ not in good]
     if len(unknown) > failed:
         drill.is_wrong(f"{len(unknown)} rows are no answers, such as {unknown[:3]}")
-    missing = sum(rows.get(id_) != 200 for id_ in good)
-    return {"rows": len(rows), "missing": missing, "unknown": len(unknown)}
 
 
 async def _booked(drill: Drill, before: float) -> tuple[dict[str, int], list[Answer]]:
@@ -468,66 +392,29 @@ async def _booked(drill: Drill, before: float) -> tuple[dict[str, int], list[Ans
 
 def _may_be_lost(drill: Drill, answer: Answer) -> bool:
     return any(begin <= answer.ended <= end for begin, end in drill.forgotten) or any(
-        one.member == answer.member and one.at - BREAK_SECONDS <= answer.ended <= one.at + 1
-        for one in drill.killed
+        member == answer.member and at - BREAK_SECONDS <= answer.ended <= at + 1
+        for at, member in drill.killed
     )
 
 
-async def end_members(drill: Drill) -> dict[str, Any]:
+async def end_members(drill: Drill) -> None:
     """End all, and look for what is left."""
     await asyncio.gather(*(one.terminate() for one in drill.members), return_exceptions=True)
     for member in drill.members:
         if not member.ends or member.ends[-1]:
             drill.is_wrong(f"{member.name} ended with {member.ends}")
-    left = [
-        f"{pid} {' '.join(command)}"[:120]
-        for pid, command in network.commands()
-        if {"gateway", "serve"} <= set(command) or {"gateway", "edge"} <= set(command)
-    ]
-    for one in left:
-        drill.is_wrong(f"left at the end: {one}")
-    events: Counter[str] = Counter()
-    for member in drill.members:
-        for line in member.read():
-            if line["level"] in {"error", "critical", "plain"}:
-                events[f"{line['level']}: {line['event'].strip()[:140]}"] += 1
-            if "traceback" in str(line.get("exception", "")).lower():
-                drill.is_wrong(f"{member.name} logged {line['event']}: {line['exception']}")
-    if traced := [one for one in events if one.startswith("plain: Traceback")]:
-        drill.is_wrong(f"logged: {traced}")
-    return {"logged": dict(events.most_common(30))}
+        if traced := re.findall(r".*Traceback \(most.*", member.log()):
+            drill.is_wrong(f"{member.name} logged {traced[0]}")
+    for pid, command in network.commands():
+        if {"gateway", "serve"} <= set(command) or {"gateway", "edge"} <= set(command):
+            drill.is_wrong(f"left at the end: {pid} {' '.join(command)[:120]}")
 
 
 # Setting it up.
 
 
-def _members(
-    options: argparse.Namespace, folder: Path, direct: str, pooled: str, nodes: list[NodeWatch],
-    keys: list[ApiKey],
-) -> Iterator[Member]:  # fmt: skip
-    authority, admin_key = Authority(folder / "certificates"), secrets.token_hex(16)
-    limits: tuple[dict[str, Any], ...] = ({}, {"limits": {"rpm": METERED_RPM}}, {})
-    settings = {
-        "listen": {"edges": options.edges},
-        "keys": [
-            {"id": key.id, "sha256": key.sha256, "name": key.id, **limit}
-            for key, limit in zip(keys, limits, strict=True)
-        ],
-        "health": {"interval": 0.5, "timeout": 20},
-        "queue": {"max": 2000, "max_wait": 120},
-        "batches": {"folder": str(folder / "files")},
-        "shutdown": {"delay": 1, "grace": 30},
-    }
-    inventory = [{"name": one.name, "url": one.url} for one in nodes]
-    for number in range(1 if options.one else 3):
-        machine = network.machine(number, f"gw-{chr(ord('a') + number)}")
-        yield new_member(
-            machine, folder, None if options.one else authority, pooled if number % 2 else direct,
-            settings, inventory, admin_key,
-        )  # fmt: skip
-
-
-async def drilled(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+async def drilled(options: argparse.Namespace, folder: Path) -> list[str]:
+    """Run it; what was wrong."""
     network.switch()
     async with contextlib.AsyncExitStack() as stack:
         database = stack.enter_context(running_postgres(network.SWITCH))
@@ -535,60 +422,59 @@ async def drilled(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         bouncer = stack.enter_context(running_pgbouncer(database, POOLED))
         pooled = direct.replace(f":{database.port}/", f":{bouncer}/")
         slots = [int(one) for one in options.slots.split(",")]
-        watches = await stack.enter_async_context(
-            real_nodes(network.SWITCH, slots)
-            if options.real
-            else emulated_nodes(network.SWITCH, slots)
-        )
-        keys = [new_key("load"), new_key("metered"), new_key("batch")]
-        members = list(_members(options, folder, direct, pooled, watches, keys))
-        url = stack.enter_context(running_haproxy(folder, members, network.SWITCH, free_port()))
+        nodes = await stack.enter_async_context(emulated_nodes(network.SWITCH, slots))
+        keys = {name: new_key(name) for name in ("load", "metered", "batch")}
+        entries: list[dict[str, Any]] = [
+            {"id": name, "sha256": key.sha256, "name": name} for name, key in keys.items()
+        ]
+        entries[1]["limits"] = {"rpm": METERED_RPM}
+        settings = {
+            "listen": {"edges": options.edges},
+            "keys": entries,
+            "health": {"interval": 0.5, "timeout": 20},
+            "queue": {"max": 2000, "max_wait": 120},
+            "batches": {"folder": str(folder / "files")},
+            "shutdown": {"delay": 1, "grace": 30},
+        }
+        inventory = [{"name": one.name, "url": one.url} for one in nodes]
+        members: list[Member] = []
+        count, stores = 1 if options.one else 3, (direct, pooled)
+        for member in running_members(count, folder, stores, settings, inventory):
+            members.append(member)
+            stack.callback(member.end_at_once)
+        url = stack.enter_context(running_haproxy(folder, members, network.SWITCH))
         admin = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=5))
         drill = Drill(
-            folder, members, database, direct.rpartition("/")[2], bouncer, watches,
-            Load(url, "demo", options.requests, exact=not options.real),
-            random.Random(options.seed), admin, options.away,
+            members, database, direct.rpartition("/")[2], bouncer, nodes,
+            Load(url, options.requests), random.Random(options.seed), admin, options.away,
         )  # fmt: skip
-        for member in members:
-            member.start()
-            stack.callback(member.end_at_once)
         for member in members:
             await member.ready()
         await all_well(drill, "the start")
         # HAProxy's next look.
         await asyncio.sleep(2)
-        headers = {"authorization": f"Bearer {keys[2].text}"}
+        headers = {"authorization": f"Bearer {keys['batch'].text}"}
         client = httpx.AsyncClient(base_url=url, headers=headers, trust_env=False, timeout=30)
         await stack.enter_async_context(client)
         batch = await submit_batch(client, options.lines) if options.lines else ""
         begin = time.monotonic()
         for number in range(options.clients):
             tokens = (200, 300) if number % 5 == 0 else (4, 8, 16, 40)
-            drill.load.start("load", keys[0].text, options.seed + number, tokens, 0.0)
-        drill.load.start("metered", keys[1].text, options.seed, (4,), 0.4)
+            drill.load.start("load", keys["load"].text, options.seed + number, tokens, 0.0)
+        drill.load.start("metered", keys["metered"].text, options.seed, (4,), 0.4)
+        some: dict[str, Sequence[str]] = {"short": SHORT, "all": list(FAULTS)}
+        faults = some.get(options.faults) or options.faults.split(",")
         try:
-            await run_faults(drill, _chosen(options), options.settle)
+            await run_faults(drill, [*faults] * options.times, options.settle)
         finally:
             end = time.monotonic()
             await drill.load.stop()
         if batch and (why := await wrong_with_batch(client, batch, options.lines, LIMIT)):
             drill.is_wrong(why)
-        figures = judge(drill, begin, end, "metered", options.pause)
-        figures |= await compare_ledger(drill)
-        figures |= await end_members(drill)
-        return {
-            "figures": figures,
-            "faults": [asdict(one) | {"row": row(drill, one)} for one in drill.outcomes],
-            "failed": [asdict(one) for one in failures(drill, 0.0, float("inf"))[0][:100]],
-            "wrong": drill.wrong,
-        }
-
-
-def _chosen(options: argparse.Namespace) -> list[str]:
-    if options.kills:
-        return [KILLS[number % len(KILLS)] for number in range(options.kills)]
-    some: dict[str, Sequence[str]] = {"short": SHORT, "all": list(FAULTS)}
-    return list(some.get(options.faults) or options.faults.split(","))
+        judge(drill, begin, end, options.pause)
+        await compare_ledger(drill)
+        await end_members(drill)
+        return drill.wrong
 
 
 def _options() -> argparse.ArgumentParser:
@@ -596,39 +482,28 @@ def _options() -> argparse.ArgumentParser:
         prog="python -m tests.cluster.drill",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="\n".join(f"  {name:26} {what}" for name, (what, _) in FAULTS.items()),
+        epilog=f"faults: {', '.join(FAULTS)}",
     )
-    parser.add_argument("--one", action="store_true", help="one gateway without a cluster")
-    parser.add_argument("--edges", type=int, default=1, help="of each member")
-    parser.add_argument("--slots", default="4,4,3,1", help="of each node")
-    parser.add_argument("--real", action="store_true", help="nodes are llama.cpp's servers")
-    parser.add_argument("--clients", type=int, default=20)
-    parser.add_argument("--requests", type=int, default=20000, help="at most")
-    parser.add_argument("--lines", type=int, default=0, help="of a batch, submitted before")
-    parser.add_argument("--faults", default="short", help="`short`, `all`, or names with commas")
-    parser.add_argument("--kills", type=int, default=0, help="so many kills of leader and edges")
-    parser.add_argument("--settle", type=float, default=5.0, help="seconds after each fault")
-    parser.add_argument("--away", type=float, default=8.0, help="seconds without the database")
-    parser.add_argument(
-        "--pause", type=float, default=2.0, help="seconds that grants may pause beyond a term"
-    )
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="write the report here")
-    parser.add_argument("--keep", type=Path, help="copy logs and files of members here")
+    add = parser.add_argument
+    add("--one", action="store_true", help="one gateway without a cluster")
+    add("--edges", type=int, default=1, help="of each member")
+    add("--slots", default="4,4,3,1", help="of each node")
+    add("--clients", type=int, default=20)
+    add("--requests", type=int, default=20000, help="at most")
+    add("--lines", type=int, default=0, help="of a batch, submitted before")
+    add("--faults", default="short", help="`short`, `all`, or names with commas")
+    add("--times", type=int, default=1, help="how often all of them happen")
+    add("--settle", type=float, default=5.0, help="seconds after each fault")
+    add("--away", type=float, default=8.0, help="seconds without the database")
+    add("--pause", type=float, default=2.0, help="seconds that grants may pause beyond a term")
+    add("--seed", type=int, default=1)
     return parser
 
 
 def missing() -> str:
     """Why there can be no drill here; empty: there can."""
-    absent = [
-        name
-        for name, found in (
-            ("postgresql", postgres_binaries()),
-            ("pgbouncer", PGBOUNCER),
-            ("haproxy", HAPROXY),
-        )
-        if found is None
-    ]
+    programs = {"postgresql": postgres_binaries(), "pgbouncer": PGBOUNCER, "haproxy": HAPROXY}
+    absent = [name for name, found in programs.items() if found is None]
     return network.missing() or (f"not installed here: {', '.join(absent)}" if absent else "")
 
 
@@ -641,15 +516,7 @@ def main(arguments: Sequence[str]) -> int:
         folder = Path(made)
         # PostgreSQL runs as another user.
         folder.chmod(0o755)
-        try:
-            report = uvloop.run(drilled(options, folder))
-        finally:
-            if options.keep is not None:
-                shutil.copytree(folder, options.keep, dirs_exist_ok=True)
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=1))
-    print(json.dumps(report["figures"], indent=1))
-    return 1 if report["wrong"] else 0
+        return int(bool(uvloop.run(drilled(options, folder))))
 
 
 if __name__ == "__main__":

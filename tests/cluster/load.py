@@ -1,4 +1,4 @@
-"""Clients that record every answer, and nodes that record every grant."""
+"""Clients that record every answer, and emulated nodes that record every grant."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import random
-import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -17,17 +16,16 @@ from typing import Any
 import httpx
 
 from tests.chaos.client import Client, ReceivedResponse
-from tests.chaos.response_reader import CorruptResponse, read_plain, read_stream
-from tests.cluster.machines import MEMBER_HEADER
+from tests.chaos.verdict import judge
+from tests.chaos.workload import WorkloadRequest
 from tests.emulator import EmulatedNode, expected_chat_text
 from tests.emulator.slots import SlotPool
-from tests.servers import running_demo_servers
 
+MEMBER_HEADER = "x-member"  # header of each answer with the member that HAProxy had it from
 CHAT = "/v1/chat/completions"
 ANSWER_LIMIT = 150.0  # seconds within which every request must end
 KEPT_REQUESTS = 12  # requests that a client sends over one connection
 PROCESS_PART = len("req_") + 16  # characters of a request's id that name the process which made it
-READ_SECONDS = 0.1  # between two looks at a real server's metrics
 FAILURE_PAUSE = 0.3  # seconds until a client goes on whose request has failed
 SPEED = 40.0  # tokens/s of a slot
 LONGEST = 400  # tokens of an answer
@@ -41,16 +39,14 @@ class Answer:
     client: str
     began: float
     ended: float
-    status: int  # 0: none came
     id: str
     member: str
     failure: str  # why it is none that a client could use; empty: it is one
-    reason: str = ""  # `X-Gateway-Reason`
+    refused: bool  # whether a limit on its key refused it
 
     @property
-    def refused(self) -> bool:
-        """Whether a limit on its key refused it."""
-        return self.status == 429 and self.reason == "rate_limit_exceeded"
+    def process(self) -> str:
+        return self.id[:PROCESS_PART]
 
 
 @dataclass(slots=True)
@@ -58,12 +54,9 @@ class Load:
     """All clients, until `stop`; at most `most` requests."""
 
     url: str
-    model: str
     most: int
-    exact: bool = True  # whether the answers' texts are known
     answers: list[Answer] = field(default_factory=list)
     sent: int = 0
-    stopped: bool = False
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     def start(self, name: str, key: str, seed: int, tokens: Sequence[int], pause: float) -> None:
@@ -72,20 +65,17 @@ class Load:
 
     async def stop(self) -> None:
         """Send nothing more, and wait for the answers."""
-        self.stopped = True
+        self.most = 0
         await asyncio.gather(*self._tasks)
-
-    def _over(self) -> bool:
-        return self.stopped or self.sent >= self.most
 
     async def _ask(
         self, name: str, key: str, rng: random.Random, tokens: Sequence[int], pause: float
     ) -> None:
         headers = {"authorization": f"Bearer {key}"}
-        while not self._over():
+        while self.sent < self.most:
             async with Client(self.url, headers=headers) as client:
                 for _ in range(rng.randrange(1, 2 * KEPT_REQUESTS)):
-                    if self._over():
+                    if self.sent >= self.most:
                         break
                     self.sent += 1
                     answer = await self._once(client, name, rng, rng.choice(tokens))
@@ -93,36 +83,41 @@ class Load:
                     await asyncio.sleep(max(pause, FAILURE_PAUSE if answer.failure else 0.0))
 
     async def _once(self, client: Client, name: str, rng: random.Random, tokens: int) -> Answer:
-        messages = [{"role": "user", "content": f"{name} {rng.getrandbits(64):x}"}]
-        stream = rng.random() < 0.7
-        body: dict[str, Any] = {"model": self.model, "messages": messages, "max_tokens": tokens}
-        if stream:
+        body = _chat(f"{name} {rng.getrandbits(64):x}", tokens)
+        if rng.random() < 0.7:
             body["stream"] = True
-        if not self.exact:
-            body["ignore_eos"] = True
         began = time.monotonic()
         try:
             response = await client.send(CHAT, body, limit=ANSWER_LIMIT)
         except TimeoutError:
             response = ReceivedResponse(broke=f"no end within {ANSWER_LIMIT:.0f} s")
-        expected = expected_chat_text(messages, tokens) if self.exact else None
-        headers = response.headers
+        text = expected_chat_text(body["messages"], tokens)
+        verdict, headers = (
+            judge(WorkloadRequest(CHAT, body, text, tokens), response),
+            response.headers,
+        )
+        good = (verdict.outcome, verdict.problem) == ("whole", None)
+        reason = headers.get("x-gateway-reason")
         return Answer(
-            name, began, time.monotonic(), response.status, headers.get("x-request-id", ""),
-            headers.get(MEMBER_HEADER, ""), failure(response, stream, expected),
-            headers.get("x-gateway-reason", ""),
+            name, began, time.monotonic(), headers.get("x-request-id", ""),
+            headers.get(MEMBER_HEADER, ""),
+            "" if good else f"{verdict.outcome}: {verdict.problem}"[:SHOWN],
+            response.status == 429 and reason == "rate_limit_exceeded",
         )  # fmt: skip
 
 
-def _line(number: int) -> str:
-    messages = [{"role": "user", "content": f"line {number}"}]
-    body = {"model": "demo", "max_tokens": 8, "messages": messages}
-    return json.dumps({"custom_id": str(number), "method": "POST", "url": CHAT, "body": body})
+def _chat(text: str, tokens: int) -> dict[str, Any]:
+    messages = [{"role": "user", "content": text}]
+    return {"model": "demo", "messages": messages, "max_tokens": tokens}
 
 
 async def submit_batch(client: httpx.AsyncClient, lines: int) -> str:
     """Submit a batch of so many chats; its id."""
-    text = "".join(f"{_line(number)}\n" for number in range(lines))
+    asked = [
+        {"custom_id": str(number), "method": "POST", "url": CHAT, "body": _chat(f"{number}", 8)}
+        for number in range(lines)
+    ]
+    text = "".join(f"{json.dumps(one)}\n" for one in asked)
     file = await client.post("/v1/files", data={"purpose": "batch"}, files={"file": text.encode()})
     assert file.status_code == 200, file.text
     made = {"input_file_id": file.json()["id"], "endpoint": CHAT, "completion_window": "24h"}
@@ -147,33 +142,6 @@ async def wrong_with_batch(client: httpx.AsyncClient, id_: str, lines: int, seco
     return "" if found == Counter(map(str, range(lines))) else f"{len(found)} of {lines} lines"
 
 
-def failure(response: ReceivedResponse, stream: bool, expected: str | None) -> str:
-    """Why this response is none that a client could use; empty: it is one."""
-    if not response.complete:
-        return f"broke off: {response.broke}"[:SHOWN]
-    if response.status != 200:
-        return f"{response.status}: {bytes(response.body).decode(errors='replace')}"[:SHOWN]
-    try:
-        read = (read_stream if stream else read_plain)(CHAT, bytes(response.body))
-    except (CorruptResponse, KeyError) as error:
-        return f"corrupt: {error!r}"[:SHOWN]
-    if read.error is not None:
-        return f"error event: {json.dumps(read.error)}"[:SHOWN]
-    if not read.ends:
-        return "a stream without its end"
-    return "" if expected in {None, read.text} else f"wrong text: {read.text!r}"[:SHOWN]
-
-
-@dataclass(slots=True)
-class Crowding:
-    """More requests at a node at once than it has slots."""
-
-    node: str
-    began: float
-    ended: float
-    most: int  # beyond its slots
-
-
 @dataclass(slots=True)
 class NodeWatch:
     """When requests got slots of one node, and when more came than it has."""
@@ -181,23 +149,22 @@ class NodeWatch:
     name: str
     url: str
     grants: list[float] = field(default_factory=list)
-    crowdings: list[Crowding] = field(default_factory=list)
+    crowdings: list[list[float]] = field(default_factory=list)
+    """When each began, when requests last waited, and how many did at the most."""
     _busy: int = 0
-    _crowded: Crowding | None = None
+    _is_crowded: bool = False
 
     def look(self, busy: int, waiting: int) -> None:
         now = time.monotonic()
         if busy > self._busy:
             self.grants.append(now)
         self._busy = busy
-        if waiting and self._crowded is None:
-            self._crowded = Crowding(self.name, now, now, 0)
-            self.crowdings.append(self._crowded)
-        if self._crowded is not None:
-            self._crowded.ended = now
-            self._crowded.most = max(self._crowded.most, waiting)
-            if not waiting:
-                self._crowded = None
+        if waiting and not self._is_crowded:
+            self.crowdings.append([now, now, 0])
+        if waiting or self._is_crowded:
+            began, _, most = self.crowdings[-1]
+            self.crowdings[-1] = [began, now, max(most, waiting)]
+        self._is_crowded = bool(waiting)
 
 
 @contextlib.asynccontextmanager
@@ -216,32 +183,6 @@ async def emulated_nodes(address: str, slots: Sequence[int]) -> AsyncIterator[li
 
             node.slots.on_change = changed
         yield watches
-
-
-@contextlib.asynccontextmanager
-async def real_nodes(address: str, slots: Sequence[int]) -> AsyncIterator[list[NodeWatch]]:
-    """llama.cpp's servers with so many slots each, whose metrics are read all the time."""
-    with contextlib.ExitStack() as stack:
-        watches = []
-        for number, count in enumerate(slots):
-            [server] = stack.enter_context(running_demo_servers(slots=count, host=address))
-            watches.append(NodeWatch(f"n{number}", server.url))
-        reading = [asyncio.create_task(_read_metrics(watch)) for watch in watches]
-        try:
-            yield watches
-        finally:
-            for task in reading:
-                task.cancel()
-            await asyncio.gather(*reading, return_exceptions=True)
-
-
-async def _read_metrics(watch: NodeWatch) -> None:
-    async with httpx.AsyncClient(base_url=watch.url, trust_env=False, timeout=60) as client:
-        while True:
-            text = (await client.get("/metrics")).text
-            found = dict(re.findall(r"^llamacpp:requests_(\w+) (\d+)", text, re.MULTILINE))
-            watch.look(int(found["processing"]), int(found["deferred"]))
-            await asyncio.sleep(READ_SECONDS)
 
 
 def longest_gap(times: Iterable[float], begin: float, end: float) -> float:

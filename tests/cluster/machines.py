@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,31 +20,29 @@ import httpx
 import psutil
 import yaml
 
+from tests.cluster import network
 from tests.cluster.certificates import Authority
-from tests.cluster.network import Machine
-from tests.gateways import QUIET
-from tests.processes import gone, wait_until_gone
+from tests.cluster.load import MEMBER_HEADER
+from tests.gateways import QUIET, until
+from tests.polling import eventually
+from tests.processes import free_port, gone, wait_until_gone
 
-CLUSTER = "drill"
 PUBLIC, ADMIN, BETWEEN = 8000, 8001, 8090
 """Ports of a member: for clients, for operators, for other members."""
 TERM = 2.0
 LIMIT = 60.0  # seconds for each wait
 HAPROXY = shutil.which("haproxy", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
-MEMBER_HEADER = "x-member"  # header of each answer with the member that HAProxy had it from
 
 
 @dataclass(slots=True, eq=False)
 class Member:
     """One `llama-gateway serve`, with its successors and their edges."""
 
-    machine: Machine
+    machine: network.Machine
     folder: Path
     admin_key: str
     process: subprocess.Popen[bytes] | None = None
     ends: list[int] = field(default_factory=list)  # exit statuses of processes that were not killed
-    _read_to: int = 0
-    lines: list[dict[str, Any]] = field(default_factory=list)
 
     def end_at_once(self) -> None:
         if self.process is not None:
@@ -65,12 +63,19 @@ class Member:
                 env={**os.environ, "XDG_STATE_HOME": str(self.folder / "state")},
             )  # fmt: skip
 
+    def log(self) -> str:
+        return (self.folder / "log").read_text(errors="replace")
+
+    def successors(self) -> list[int]:
+        """The processes that have taken over, one after the other."""
+        lines = [line for line in self.log().splitlines() if '"event":"succeeded"' in line]
+        return [json.loads(line)["pid"] for line in lines]
+
     @property
     def pid(self) -> int:
         """The process that serves now: the newest."""
         assert self.process is not None
-        began = [line for line in self.read() if line["event"] == "succeeded"]
-        pid = int(began[-1]["pid"]) if began else self.process.pid
+        pid = [self.process.pid, *self.successors()][-1]
         return self.process.pid if gone(pid) else pid
 
     def edges(self) -> list[int]:
@@ -99,39 +104,26 @@ class Member:
         self.ends.append(status)
 
     async def ready(self) -> None:
-        until, url = time.monotonic() + LIMIT, f"http://{self.machine.address}:{PUBLIC}/ready"
+        url = f"http://{self.machine.address}:{PUBLIC}/ready"
+
+        async def look() -> bool | None:
+            assert not gone(self.pid), f"{self.name} has ended"
+            with contextlib.suppress(httpx.HTTPError):
+                return (await client.get(url)).status_code == 200 or None
+            return None
+
         async with httpx.AsyncClient(trust_env=False, timeout=5) as client:
-            while True:
-                with contextlib.suppress(httpx.HTTPError):
-                    if (await client.get(url)).status_code == 200:
-                        return
-                log = (self.folder / "log").read_text()[-3000:]
-                assert time.monotonic() < until, f"{self.name} is not ready:\n{log}"
-                assert not gone(self.pid), f"{self.name} has ended:\n{log}"
-                await asyncio.sleep(0.1)
+            try:
+                await eventually(look, LIMIT)
+            except AssertionError:
+                log = self.log()[-3000:]
+                raise AssertionError(f"{self.name} is not ready:\n{log}") from None
 
     async def succeed(self) -> None:
         """Have its process succeeded by a new one, which takes over."""
-        before = self.logged("succeeded")
+        before = len(self.successors())
         self.send(signal.SIGUSR2)
-        until = time.monotonic() + LIMIT
-        while self.logged("succeeded") == before:
-            assert time.monotonic() < until, f"{self.name} is not succeeded"
-            await asyncio.sleep(0.1)
-
-    def read(self) -> list[dict[str, Any]]:
-        with (self.folder / "log").open("rb") as file:
-            file.seek(self._read_to)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                self._read_to += len(line)
-                plain = {"event": line.decode(errors="replace"), "level": "plain"}
-                self.lines.append(json.loads(line) if line.startswith(b"{") else plain)
-        return self.lines
-
-    def logged(self, event: str) -> int:
-        return sum(line["event"] == event for line in self.read())
+        await until(lambda: len(self.successors()) > before, LIMIT)
 
     async def status(self, client: httpx.AsyncClient) -> dict[str, Any] | None:
         """What it says of itself to operators; None: it does not answer."""
@@ -144,70 +136,72 @@ class Member:
         return None
 
 
-def new_member(
-    machine: Machine,
-    folder: Path,
-    authority: Authority | None,
-    store: str,
-    settings: Mapping[str, Any],
-    nodes: Sequence[Mapping[str, Any]],
-    admin_key: str,
-) -> Member:
-    """A member that is not started yet, with these settings; without an authority it is alone.
+def running_members(
+    count: int, folder: Path, stores: Sequence[str], settings: Mapping[str, Any], nodes: Any
+) -> Iterator[Member]:
+    """Members, which are started, with these settings; one alone is no cluster.
 
-    Its files lie in a folder of its own in `folder`. All members have the same `admin_key`.
+    The files of each lie in a folder of its own; every second one has the second of the stores.
     """
-    own = folder / machine.name
-    own.mkdir()
-    found: dict[str, Any] = {
-        **settings,
-        "listen": {"host": machine.address, "port": PUBLIC, **settings.get("listen", {})},
-        "admin": {"host": machine.address, "port": ADMIN, "key_file": "admin-key"},
-        "store": {"url": store},
-        "logging": {"format": "json"},
-    }
-    if authority is not None:
-        found["cluster"] = {
-            "name": CLUSTER,
-            "member": machine.name,
-            "listen": f"{machine.address}:{BETWEEN}",
-            "tls": authority.written(machine.name, machine.address),
-            "term": TERM,
+    authority, admin_key = Authority(folder / "certificates"), secrets.token_hex(16)
+    for number in range(count):
+        machine = network.machine(number, f"gw-{chr(ord('a') + number)}")
+        found: dict[str, Any] = {
+            **settings,
+            "listen": {"host": machine.address, "port": PUBLIC, **settings["listen"]},
+            "admin": {"host": machine.address, "port": ADMIN, "key_file": "admin-key"},
+            "store": {"url": stores[number % 2]},
+            "logging": {"format": "json"},
         }
-    member = Member(machine, own, admin_key)
-    (own / "admin-key").write_text(member.admin_key)
-    (own / "gateway.yaml").write_text(yaml.safe_dump(found))
-    inventory = {**QUIET, "nodes": [dict(one) for one in nodes]}
-    (own / "nodes.yaml").write_text(yaml.safe_dump(inventory))
-    return member
+        if count > 1:
+            found["cluster"] = {
+                "name": "drill",
+                "member": machine.name,
+                "listen": f"{machine.address}:{BETWEEN}",
+                "tls": authority.written(machine.name, machine.address),
+                "term": TERM,
+            }
+        own = folder / machine.name
+        own.mkdir()
+        (own / "admin-key").write_text(admin_key)
+        (own / "gateway.yaml").write_text(yaml.safe_dump(found))
+        (own / "nodes.yaml").write_text(yaml.safe_dump({**QUIET, "nodes": nodes}))
+        member = Member(machine, own, admin_key)
+        member.start()
+        yield member
+
+
+HAPROXY_FILE = """\
+defaults
+  mode http
+  retries 3
+  option redispatch 1
+  retry-on conn-failure
+  timeout connect 2s
+  timeout client 300s
+  timeout server 300s
+  timeout check 2s
+  # Without it HAProxy holds chunks back for up to 200 ms, to fill packets.
+  option http-no-delay
+listen gateways
+  bind {address}:{port}
+  balance leastconn
+  option httpchk GET /ready
+  http-after-response set-header {header} %[srv_name]
+"""
 
 
 @contextlib.contextmanager
-def running_haproxy(
-    folder: Path, members: Sequence[Member], address: str, port: int
-) -> Iterator[str]:
+def running_haproxy(folder: Path, members: Sequence[Member], address: str) -> Iterator[str]:
     """Run HAProxy before these members; its URL. It sends clients where `/ready` says yes."""
     assert HAPROXY is not None, "apt-get install haproxy"
-    servers = [
-        f"  server {one.name} {one.machine.address}:{PUBLIC} check inter 500 fall 2 rise 1"
-        for one in members
-    ]
-    usual = ["mode http", "retries 3", "option redispatch 1", "retry-on conn-failure"]
-    seconds = {"connect": 2, "client": 300, "server": 300, "check": 2}
-    lines = [
-        "defaults",
-        *(f"  {one}" for one in usual),
-        *(f"  timeout {what} {most}s" for what, most in seconds.items()),
-        # Without it HAProxy holds chunks back for up to 200 ms, to fill packets.
-        "  option http-no-delay",
-        "listen gateways",
-        f"  bind {address}:{port}",
-        "  balance leastconn",
-        "  option httpchk GET /ready",
-        f"  http-after-response set-header {MEMBER_HEADER} %[srv_name]",
-        *servers,
-    ]
-    (folder / "haproxy.cfg").write_text("\n".join([*lines, ""]))
+    port = free_port()
+    text = HAPROXY_FILE.format(address=address, port=port, header=MEMBER_HEADER)
+    for one in members:
+        text += (
+            f"  server {one.name} {one.machine.address}:{PUBLIC} check inter 500 fall 2 rise 1\n"
+        )
+    (folder / "haproxy.cfg").write_text(text)
     with (folder / "haproxy.log").open("wb") as log:
         command = [HAPROXY, "-db", "-f", str(folder / "haproxy.cfg")]
         process = subprocess.Popen(command, stdout=log, stderr=log)

@@ -14,21 +14,33 @@ all slots are free.
 
 from __future__ import annotations
 
+import itertools
 import random
 import sqlite3
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
-from tests.cluster.rules import Rules
-from tests.cluster.scheduling import free, grant
+from tests.cluster.sending import free, grant
 
 TERM = 2.0
 ALONE = 5.0
 LIMIT = 1.5  # seconds after which a member takes a step for failed
 LONGEST_GRANT = 1.0  # seconds from an asking to the write, at most
 LONGEST_LANDING = 0.2  # seconds until a node shows a request that was written to it, at most
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The modules with the rules, as they are or with one rule broken."""
+
+    leadership: ModuleType
+    leader_row: ModuleType
+    fencing: ModuleType
+    sending: ModuleType
+    clock: str = "boot"  # the clock that members and edges use
 
 
 class Broken(Exception):  # noqa: N818
@@ -131,7 +143,7 @@ class Script:
         self.rng, self.more = random.Random(seed), random.Random(seed)
         rng = self.rng
         self.now = 0.0
-        self.stops = self.starts = self.alone_starts = self.wins = self.failovers = 0
+        self.starts = self.failovers = 0
         self.machines = [
             Machine(rng.uniform(0, 1e5), 1 + rng.uniform(-2e-4, 2e-4), rng.uniform(-1e5, 1e5))
             for _ in range(3)
@@ -148,7 +160,7 @@ class Script:
         first = self.names[: 1 + self.more.randrange(len(self.names))] if self.names else ()
         self.wanted = set(first)
         self.lists = [rules.fencing.Sharers(1, first)]  # as they are stored
-        self.processes = 0
+        self.processes = itertools.count(1)
         self.brains = [self.new_brain(self.machines[i]) for i in range(rng.choice((2, 2, 3)))]
         self.edges = [self.new_edge(name, self.machines[i]) for i, name in enumerate(self.names)]
         self.running: dict[str, list[Request]] = {node: [] for node in self.slots}
@@ -184,18 +196,21 @@ class Script:
 
     # Processes.
 
-    def new_name(self) -> str:
-        self.processes += 1
-        return f"p{self.processes}"
-
     def new_brain(self, machine: Machine) -> Brain:
-        name = self.new_name()
+        name = f"p{next(self.processes)}"
         return Brain(name, machine, self.rules.leadership.Member(name, TERM), dict(self.slots))
 
     def new_edge(self, name: str, machine: Machine) -> Edge:
         slots = dict(self.slots)
         fence = self.rules.fencing.Fence(name, lambda node: slots.get(node, 0), alone_seconds=ALONE)
-        return Edge(name, machine, self.new_name(), fence, self.rules.sending.Sender(fence), slots)
+        return Edge(
+            name,
+            machine,
+            f"p{next(self.processes)}",
+            fence,
+            self.rules.sending.Sender(fence),
+            slots,
+        )
 
     def processes_here(self) -> list[Brain | Edge]:
         return [*self.brains, *self.edges]
@@ -210,11 +225,11 @@ class Script:
 
     # The script.
 
-    def play(self, rounds: int | None = None, *, heal: bool = False) -> None:
+    def play(self, *, heal: bool = False) -> None:
         """Play it; `heal`: at the end all goes well until all slots must be free."""
         rng = self.rng
         self.begin()
-        for _ in range(rounds or (45 if self.has_edges else 150)):
+        for _ in range(45 if self.has_edges else 150):
             self.now += rng.choice(self.pauses) * (0.5 + rng.random())
             if rng.random() < self.trouble:
                 self.go_wrong()
@@ -315,7 +330,6 @@ class Script:
             brain.member.done(step.step, step.asked_at, clock)
             member, tenure = brain.member, brain.tenure
             if member.leads(clock) and (tenure is None or tenure.epoch != member.row.epoch):
-                self.wins += 1
                 brain.tenure = self.rules.fencing.Tenure(
                     member.row.epoch, member.won_at, self.lists, brain.slots, alone_seconds=ALONE
                 )
@@ -351,7 +365,7 @@ class Script:
         brain, edge = link.brain, link.edge
         told = brain.tenure.tell(edge.name, self.clock(brain), brain.member.lead_until)
         if told is not None and told.session == link.session.number:
-            self.send(link, link.down, ("term", brain.tenure.epoch, told, link.asked_at))
+            self.send(link, link.down, "term", brain.tenure.epoch, told, link.asked_at)
 
     # Nodes.
 
@@ -431,7 +445,7 @@ class Script:
     def talk(self, edge: Edge, link: Link) -> None:
         chance, fence, clock = self.rng.random, edge.fence, self.clock(edge)
         if chance() < 0.8:
-            self.send(link, link.up, ("beat", fence.seen, clock))
+            self.send(link, link.up, "beat", fence.seen, clock)
         if clock - edge.greeted_at > 1.0 and chance() < 0.3:
             fence.give_up()
         if fence.session != link.session.number:
@@ -440,7 +454,7 @@ class Script:
         if self.asks and chance() < 0.05:
             self.greet(edge)
         elif self.asks and chance() < 0.6:
-            self.send(link, link.up, ("ask", fence.seen, clock, edge.sender.ask(clock)))
+            self.send(link, link.up, "ask", fence.seen, clock, edge.sender.ask(clock))
         self.deliver(link)
 
     def greet(self, edge: Edge) -> None:
@@ -458,7 +472,7 @@ class Script:
         edge.link = link = Link(edge, brain, fence.epoch, session)
         edge.greeted_at = self.clock(edge)
         self.links.append(link)
-        self.send(link, link.up, ("hello", 0, edge.greeted_at, dict(edge.sender.leases)))
+        self.send(link, link.up, "hello", 0, edge.greeted_at, dict(edge.sender.leases))
 
     def start(self, edge: Edge, number: int) -> None:
         if edge.sender.start(number, self.clock(edge)):
@@ -469,24 +483,22 @@ class Script:
     def start_alone(self, edge: Edge, node: str) -> None:
         number = edge.sender.start_alone(node, self.clock(edge))
         if number is not None:
-            self.alone_starts += 1
             self.write_soon(edge, number)
 
     def write_soon(self, edge: Edge, number: int) -> None:
         node = edge.sender.leases[number]
         if self.rng.random() < 0.01:
-            self.stops += 1
             edge.stopped, edge.unwritten = True, (number, node)
         else:
             self.write(edge, number, node)
 
     def give_back(self, edge: Edge, number: int) -> None:
         if edge.link is not None and not edge.link.is_cut:
-            self.send(edge.link, edge.link.up, ("ended", edge.fence.seen, self.clock(edge), number))
+            self.send(edge.link, edge.link.up, "ended", edge.fence.seen, self.clock(edge), number)
 
     # Messages.
 
-    def send(self, link: Link, queue: deque[tuple[Any, ...]], message: tuple[Any, ...]) -> None:
+    def send(self, link: Link, queue: deque[tuple[Any, ...]], *message: Any) -> None:
         if not link.is_cut:
             queue.append(message)
 
@@ -520,7 +532,7 @@ class Script:
         if kind == "hello":
             tenure.hello(link.session, rest[0], clock)
         elif not tenure.confirmed(link.session, seen, clock):
-            self.send(link, link.down, ("greet",))
+            self.send(link, link.down, "greet")
             return
         if kind == "ended":
             tenure.dropped(link.session.edge, rest[0])
@@ -529,8 +541,8 @@ class Script:
                 if not brain.member.may_grant(clock):
                     break
                 if grant(tenure, link.session, rest[0], node, clock):
-                    told = ("grant", tenure.epoch, link.session.number, rest[0], node)
-                    self.send(link, link.down, told)
+                    number = link.session.number
+                    self.send(link, link.down, "grant", tenure.epoch, number, rest[0], node)
                     break
         elif brain.member.leads(clock):
             self.tell(link)
@@ -547,18 +559,15 @@ class Script:
         if message[0] == "term":
             _, epoch, term, asked_at = message
             if edge.sender.told(epoch, term, asked_at=asked_at, now=clock):
-                self.obeyed(fence, epoch)
+                broken(epoch < fence.epoch, "a lower epoch is obeyed")
             return
         _, epoch, session, number, node = message
         answer = edge.sender.granted(epoch, session, number, node)
         if answer == "start":
-            self.obeyed(fence, epoch)
+            broken(epoch < fence.epoch, "a lower epoch is obeyed")
             edge.ready.append(number)
         elif answer == "give back" and edge.link is link:
             self.give_back(edge, number)
-
-    def obeyed(self, fence: Any, epoch: int) -> None:
-        broken(epoch < fence.epoch, "a lower epoch is obeyed")
 
     # What goes wrong.
 
@@ -583,8 +592,7 @@ class Script:
                 link.is_stalled = False
         for one in self.processes_here():
             if one.slots != self.slots and not one.stopped and self.more.random() < 0.2:
-                for node in self.slots:
-                    self.learn_slots(one, node)
+                self.learn_slots(one)
 
     def fail_over(self) -> None:
         """The database is another one now, in an old state."""
@@ -618,8 +626,9 @@ class Script:
                     request.edge.ended.append(request.number)
             self.running[node].clear()
 
-    def learn_slots(self, one: Brain | Edge, node: str) -> None:
-        one.slots[node] = self.slots[node]
+    def learn_slots(self, one: Brain | Edge, *nodes: str) -> None:
+        """It comes to know the slots of these nodes, or of all."""
+        one.slots.update({node: self.slots[node] for node in nodes or self.slots})
         if isinstance(one, Brain) and one.tenure is not None:
             one.tenure.set_nodes(one.slots, self.clock(one))
 
@@ -634,14 +643,19 @@ class Script:
         if self.names:
             self.wanted ^= {self.more.choice(self.names)}
 
-    def of_any_link(self, do: Callable[[Link], object]) -> None:
-        if self.links:
-            do(self.rng.choice(self.links))
+    def mark(self, name: str, some: list[Any]) -> None:
+        """Make one of these stopped, stalled or cut off."""
+        if some:
+            setattr(self.rng.choice(some), name, True)
 
-    def stop(self, processes: list[Any]) -> None:
-        if processes:
-            one = self.rng.choice(processes)
-            one.stopped = True
+    def jump(self) -> None:
+        """The time of day of a machine is set."""
+        machine = self.rng.choice(self.machines)
+        machine.wall += self.rng.choice((-1000, -3, -1, 1, 3, 1000))
+
+    def be_silent(self) -> None:
+        """Nothing happens anywhere."""
+        self.now += self.rng.choice((1.5, 3.0, 5.0))
 
     def strand(self) -> None:
         """All edges are left alone, right after somebody has told something."""
@@ -655,8 +669,11 @@ class Script:
         for requests in self.running.values():
             requests[:] = [one for one in requests if one.edge is not None]
 
-    def cut(self, link: Link) -> None:
-        """Both sides may get some of what was under way."""
+    def cut(self) -> None:
+        """Both sides of a link may get some of what was under way."""
+        if not self.links:
+            return
+        link = self.rng.choice(self.links)
         link.is_cut = True
         for queue in (link.up, link.down):
             for _ in range(self.rng.randint(0, len(queue))):
@@ -735,8 +752,7 @@ class Script:
         self.end_orphans()
         self.ends, self.asks = 1.0, False
         for one in self.processes_here():
-            for node in self.slots:
-                self.learn_slots(one, node)
+            self.learn_slots(one)
         for _ in range(200):
             self.now += 0.25
             self.a_round()
@@ -752,34 +768,14 @@ class Script:
 Fault = Callable[[Script], object]
 
 
-def _cut_off(script: Script) -> None:
-    script.rng.choice(script.brains).cut_off = True
-
-
-def _stall(script: Script) -> None:
-    script.of_any_link(lambda link: setattr(link, "is_stalled", True))
-
-
-def _cut_link(script: Script) -> None:
-    script.of_any_link(script.cut)
-
-
-def _jump(script: Script) -> None:
-    """The time of day of a machine is set."""
-    machine = script.rng.choice(script.machines)
-    machine.wall += script.rng.choice((-1000, -3, -1, 1, 3, 1000))
-
-
-def _be_silent(script: Script) -> None:
-    """Nothing happens anywhere."""
-    script.now += script.rng.choice((1.5, 3.0, 5.0))
-
-
 FAULTS: tuple[Fault, ...] = (
-    Script.fail_over, Script.go_away, Script.go_away, _cut_off, _cut_off, _cut_link, _stall, _stall,
-    lambda script: script.stop(script.brains), lambda script: script.stop(script.brains),
-    lambda script: script.stop(script.edges), Script.suspend, Script.kill_edge, Script.kill_brain,
-    _jump, _be_silent, Script.end_orphans, Script.end_orphans,
+    Script.fail_over, Script.go_away, Script.go_away,
+    *[lambda script: script.mark("cut_off", script.brains)] * 2,
+    Script.cut, *[lambda script: script.mark("is_stalled", script.links)] * 2,
+    *[lambda script: script.mark("stopped", script.brains)] * 2,
+    lambda script: script.mark("stopped", script.edges),
+    Script.suspend, Script.kill_edge, Script.kill_brain,
+    Script.jump, Script.be_silent, Script.end_orphans, Script.end_orphans,
 )  # fmt: skip
 """What goes wrong, each as often as it stands here."""
 CHANGES: tuple[Fault, ...] = (
@@ -787,5 +783,6 @@ CHANGES: tuple[Fault, ...] = (
 )  # fmt: skip
 """And what changes, where there are edges."""
 LIST_FAULTS: tuple[Fault, ...] = (
-    *[Script.change_members] * 3, _stall, Script.strand, _be_silent, _cut_link, Script.kill_edge,
+    *[Script.change_members] * 3, lambda script: script.mark("is_stalled", script.links),
+    Script.strand, Script.be_silent, Script.cut, Script.kill_edge,
 )  # fmt: skip

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from tests.processes import ran
 
 SWITCH = "10.88.0.1"
 """The address by which machines reach what runs outside of them: database, nodes, clients."""
@@ -46,16 +47,15 @@ def enter(module: str, arguments: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One machine: a namespace with an address, or an address of this one's loopback."""
+    """One machine: a namespace with an address."""
 
     name: str
     address: str
-    is_own: bool = True
 
     @property
-    def prefix(self) -> tuple[str, ...]:
+    def prefix(self) -> tuple[str, str, str, str]:
         """What a command begins with that runs there."""
-        return ("ip", "netns", "exec", self.name) if self.is_own else ()
+        return ("ip", "netns", "exec", self.name)
 
     def cut(self, addresses: Iterable[str] = (), ports: Iterable[int] = ()) -> None:
         """Lose all packets from and to these addresses, and those of these ports elsewhere."""
@@ -71,40 +71,35 @@ class Machine:
             f"add chain inet cut {name} {{ type filter hook {hook} priority 0; }}"
             for name, hook in (("in", "input"), ("out", "output"))
         ]
-        _run(*self.prefix, "nft", "; ".join(["add table inet cut", *chains, *rules]))
+        ran(*self.prefix, "nft", "; ".join(["add table inet cut", *chains, *rules]))
 
     def mend(self) -> None:
-        _run(*self.prefix, "nft", "add table inet cut; delete table inet cut")
+        ran(*self.prefix, "nft", "add table inet cut; delete table inet cut")
 
 
 def switch() -> None:
     # `ip netns` keeps names as files, which would outlive the namespaces.
     Path("/run/netns").mkdir(exist_ok=True)
-    _run("mount", "-t", "tmpfs", "none", "/run/netns")
-    _run("ip", "link", "set", "lo", "up")
-    _run("ip", "link", "add", "switch", "type", "bridge")
-    _run("ip", "address", "add", f"{SWITCH}/24", "dev", "switch")
-    _run("ip", "link", "set", "switch", "up")
+    ran("mount", "-t", "tmpfs", "none", "/run/netns")
+    ran("ip", "link", "set", "lo", "up")
+    ran("ip", "link", "add", "switch", "type", "bridge")
+    ran("ip", "address", "add", f"{SWITCH}/24", "dev", "switch")
+    ran("ip", "link", "set", "switch", "up")
 
 
 def machine(number: int, name: str) -> Machine:
     made = Machine(name, f"{SWITCH.rpartition('.')[0]}.{10 + number}")
     port = f"port{number}"
-    _run("ip", "netns", "add", name)
-    _run("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
-    _run("ip", "link", "set", port, "master", "switch", "up")
+    ran("ip", "netns", "add", name)
+    ran("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
+    ran("ip", "link", "set", port, "master", "switch", "up")
     for command in (
         ("link", "set", "lo", "up"),
         ("address", "add", f"{made.address}/24", "dev", "eth0"),
         ("link", "set", "eth0", "up"),
     ):
-        _run("ip", "-n", name, *command)
+        ran("ip", "-n", name, *command)
     return made
-
-
-def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
 
 
 def commands() -> Iterator[tuple[int, list[str]]]:

@@ -1,6 +1,8 @@
-"""What stands for an edge that sends requests to nodes in tests of the rules.
+"""What stands for an edge that sends requests to nodes, and for a leader's scheduler, in tests of
+the rules.
 
-It starts by what leaders grant, as `gateway.edges.edge` does, and alone by what its fence leaves.
+The edge starts by what leaders grant, as `gateway.edges.edge` does, and alone by what its fence
+leaves. The scheduler counts what it has granted.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from gateway.cluster.fencing import GRANT_SECONDS, Fence, Term
+from gateway.cluster.fencing import GRANT_SECONDS, Fence, Session, Tenure, Term
 
 
 class Sender:
@@ -81,3 +83,25 @@ class Sender:
         self._alone.discard(number)
         self.fence.ended(number)
         return True
+
+
+def free(tenure: Tenure, node: str, now: float) -> int:
+    """Slots of a node that a leader may grant; below 0: more may be taken than it has."""
+    account, others = tenure._nodes[node], tenure.others(node, now)
+    granted = sum(
+        where == node and (name, number) not in account.early
+        for name, edge in tenure._edges.items()
+        for number, where in edge.leases.items()
+    )
+    return account.slots - granted - len(account.early) - others
+
+
+def grant(tenure: Tenure, session: Session, number: int, node: str, now: float) -> bool:
+    """Grant a slot, if one is free for this edge. What is granted is in the leader's account."""
+    edge = tenure._edges[session.edge] if tenure.has(session) else None
+    if edge is None or not edge.present or number in edge.leases:
+        return False
+    if now >= edge.lent_until or free(tenure, node, now) < 1:
+        return False
+    edge.leases[number] = node
+    return True

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
 
 from tests.cluster.drill import missing
+from tests.processes import ran
 
 pytestmark = [
     pytest.mark.slow,
@@ -19,16 +19,16 @@ pytestmark = [
 def drill(*words: str) -> None:
     """Run it; a machine that others use too may pause for longer than a drill may."""
     command = [sys.executable, "-m", "tests.cluster.drill", "--settle", "2", "--pause", "20"]
-    done = subprocess.run(
-        [*command, "--clients", "8", *words], capture_output=True, text=True, timeout=500,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    ran(*command, "--clients", "8", *words, limit=500)
 
 
 def test_three_members_go_through_faults_of_processes_network_and_database() -> None:
     faults = "kill-leader,stop-leader,part-leader,stop-database,restart-leader,upgrade"
     drill("--faults", faults, "--lines", "20")
+
+
+def test_whatever_happens_to_the_database_somebody_leads_again() -> None:
+    drill("--faults", "slow-database,halt-database,stale-standby")
 
 
 def test_one_gateway_of_two_edges_goes_through_faults_of_edges_and_database() -> None:

@@ -13,8 +13,7 @@ from gateway.cluster.fencing import (
     Tenure,
     shares,
 )
-from tests.cluster.scheduling import free, grant
-from tests.cluster.sending import Sender
+from tests.cluster.sending import Sender, free, grant
 from tests.known import known
 
 EDGES = ("a", "b")

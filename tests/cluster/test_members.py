@@ -15,7 +15,7 @@ import pytest
 from gateway.callers.keys import new_key
 from tests.cluster.certificates import Authority
 from tests.emulator import EmulatedNode
-from tests.gateway_processes import LIMIT, serving
+from tests.gateway_processes import LIMIT, client_of, serving
 from tests.polling import eventually
 from tests.postgres import PostgresServer, needs_postgres
 from tests.processes import free_port
@@ -62,13 +62,10 @@ async def a_pair(
                 **settings,
             }
             line = await stack.enter_async_context(serving(folder / name, node, settings=own))
-            clients = [
-                httpx.AsyncClient(base_url=base, trust_env=False, timeout=LIMIT)
-                for base in (line.url, line.admin_url)
-            ]
-            for client in clients:
-                await stack.enter_async_context(client)
-            members.append(Member(name, *clients))
+            client, admin = client_of(line.url), client_of(line.admin_url)
+            for one in (client, admin):
+                await stack.enter_async_context(one)
+            members.append(Member(name, client, admin))
 
         async def by_role() -> tuple[Member, Member] | None:
             found = {await member.role(): member for member in members}

@@ -1,46 +1,244 @@
-"""Memberships of several members in one process, over real tunnels, in virtual time."""
+"""Memberships of several members in one process, over real tunnels, in virtual time.
+
+The database is one in memory, with the real tables, statements and jobs.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from sqlalchemy import delete, select
+from sqlalchemy import create_engine, delete, select, text
+from sqlalchemy.pool import StaticPool
 
-from gateway.cluster.fencing import SETTLE_SECONDS
-from gateway.cluster.leadership import Change
-from gateway.cluster.membership import LEAD_SECONDS
-from gateway.cluster.tables import remove
-from gateway.cluster.tunnel import OPEN_SECONDS, TunnelError, Tunnels
+from gateway.cluster.fencing import SETTLE_SECONDS, Fence, Session, Tenure
+from gateway.cluster.leadership import FIRST_ROW, Change, LeaderRow
+from gateway.cluster.membership import LEAD_SECONDS, Membership, MemberState, Owner, Role
+from gateway.cluster.tables import FIRST, LOOK, remove, update_of
+from gateway.cluster.tunnel import (
+    OPEN_SECONDS,
+    Greeting,
+    TunnelError,
+    Tunnels,
+    member_certificate,
+)
+from gateway.config.settings import ClusterSettings
+from gateway.store.failures import StoreUnavailable
 from gateway.store.schema import members as members_table
+from gateway.store.schema import metadata
+from gateway.store.store import Store
 from gateway.transport.link import EdgeLink
-from tests.cluster.certificates import CLUSTER, Authority
-from tests.cluster.memberships import TERM, Cluster, Row, cluster_of
+from gateway.watch.metrics import EdgeSample, MemberSample
+from tests.cluster.certificates import CLUSTER, authority
 from tests.known import known
-from tests.virtual import in_virtual_time
+from tests.processes import free_port
+from tests.virtual import in_virtual_time, now
+
+TERM = 2.0
+STEP = 0.05  # seconds that the database takes for a step
 
 
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("authority"))
+class Database:
+    """A database with the real tables, and the real statements and jobs; it may be away."""
+
+    def __init__(self) -> None:
+        self._engine = create_engine("sqlite://", poolclass=StaticPool)
+        metadata.create_all(self._engine)
+        self.is_away = False
+
+    async def run(self, job: Callable[..., Any], *, write: bool = True) -> Any:
+        del write
+        await asyncio.sleep(STEP)
+        if self.is_away:
+            raise StoreUnavailable("it is away", "wait")
+        with self._engine.begin() as connection:
+            return job(connection)
+
+
+class Row:
+    """The leadership's row in it, as one member reaches it."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+        self.is_away = False
+
+    async def look(self) -> LeaderRow:
+        if not (found := await self._ask(LOOK, {})):
+            await self._ask(FIRST, FIRST_ROW._asdict())
+            found = await self._ask(LOOK, {})
+        return LeaderRow(*found[0])
+
+    async def change(self, change: Change) -> bool:
+        return bool(await self._ask(*update_of(change)))
+
+    async def _ask(self, sql: str, values: dict[str, Any]) -> list[Any]:
+        def job(connection: Any) -> list[Any]:
+            result = connection.execute(text(sql), {**values, "cluster": CLUSTER})
+            return list(result.all()) if result.returns_rows else []
+
+        if self.is_away:
+            raise StoreUnavailable("it can't be reached from here", "wait")
+        found: list[Any] = await self.database.run(job)
+        return found
+
+
+class Account(Tenure):
+    """A leader's account of members whose edges tell at once that they carry nothing."""
+
+    def __init__(self, role: Role, clock: Callable[[], float]) -> None:
+        super().__init__(role.epoch, role.won_at, role.lists, {"x": 4})
+        self.clock = clock
+        self.begun: list[tuple[Session, tuple[str, ...]]] = []
+        self.sessions_left: list[Session] = []
+
+    def begins(self, session: Session, processes: Collection[str], now: float) -> None:
+        self.begun.append((session, tuple(processes)))
+        self.hello(session, {}, now)
+
+    def left(self, session: Session) -> None:
+        self.sessions_left.append(session)
+
+
+class One:
+    def __init__(self, settings: ClusterSettings, process: str, store: Store, row: Row) -> None:
+        self.name = settings.member_name
+        self.process = process
+        self.roles: list[Role] = []
+        self.replaced_by: list[str] = []
+        self.tunnels: list[tuple[Greeting, socket.socket]] = []
+        self.edges: tuple[str, ...] = (f"{self.name}/edge-1",)
+        self.account: Account | None = None
+        self.row = row
+        self.suspended = 0.0
+        self.listening = socket.create_server(("127.0.0.1", int(settings.listen[10:])))
+        self.membership = Membership(
+            settings,
+            process,
+            member_certificate(settings.tls, self.name),
+            row,
+            store,
+            Fence(self.name, lambda _: 4),
+            Owner(self._on_role, self.replaced_by.append, self._on_tunnel, self._state),
+            clock=self.clock,
+        )
+
+    def start(self) -> None:
+        self.membership.tunnels.serve(self.listening)
+        self.membership.start()
+
+    def clock(self) -> float:
+        return now() + self.suspended
+
+    @property
+    def role(self) -> Role:
+        return self.membership.role
+
+    def seen(self) -> dict[str, MemberSample]:
+        return {one.name: one for one in self.membership.seen()}
+
+    async def end(self) -> None:
+        """End it as `kill -9` does."""
+        self.listening.close()
+        await self.membership.aclose()
+        for _, sock in self.tunnels:
+            sock.close()
+
+    def _on_role(self, role: Role) -> None:
+        assert role == self.membership.role
+        self.roles.append(role)
+        if role.kind == "leader":
+            self.account = Account(role, self.clock)
+            self.membership.lead(role.epoch, self.account)
+
+    def _on_tunnel(self, greeting: Greeting, sock: socket.socket) -> None:
+        self.tunnels.append((greeting, sock))
+
+    def _state(self) -> MemberState:
+        edges = [EdgeSample(name, 1, True, 0, 0, 0.0, 0.0, 0, 1.0) for name in self.edges]
+        return MemberState(tuple(edges), cores=4, folder=f"folder of {self.name}")
+
+
+class Cluster:
+    def __init__(self) -> None:
+        self.database = Database()
+        self.all: list[One] = []
+        self.ports: dict[str, int] = {}
+
+    def join(self, name: str, process: str = "") -> One:
+        process = process or f"process of {name}"
+        listen = f"127.0.0.1:{self.ports.setdefault(name, free_port())}"
+        settings = authority().settings(name, listen=listen, term=TERM)
+        made = One(settings, process, cast("Store", self.database), Row(self.database))
+        self.all.append(made)
+        made.start()
+        return made
+
+    async def end(self, one: One) -> None:
+        self.all.remove(one)
+        await one.end()
+
+    def leaders(self) -> list[One]:
+        return [one for one in self.all if one.role.kind == "leader"]
+
+    def leader(self) -> One:
+        (found,) = self.leaders()
+        return found
+
+    def others(self) -> list[One]:
+        return [one for one in self.all if one is not self.leader()]
+
+    async def until(self, is_so: Callable[[], bool], limit: float) -> float:
+        """Wait until this holds, at most so many seconds; how long that took."""
+        began = now()
+        async with asyncio.timeout(limit):
+            while not is_so():
+                assert len(self.leaders()) < 2
+                await asyncio.sleep(0.01)
+        return now() - began
+
+    async def settled(self, limit: float) -> float:
+        """Wait until one leads and all others follow it and have been told of its term."""
+
+        def is_so() -> bool:
+            if not (found := self.leaders()):
+                return False
+            role = found[0].role
+            return all(
+                (one.role.leader, one.role.epoch) == (role.leader, role.epoch)
+                and (one.membership.fence.epoch, one.membership.fence.seen > 0)
+                == (role.epoch, True)
+                for one in self.all
+            )
+
+        return await self.until(is_so, limit)
 
 
 @asynccontextmanager
-async def settled(authority: Authority, *names: str) -> AsyncIterator[Cluster]:
-    async with cluster_of(authority, *names) as cluster:
+async def cluster_of(*names: str) -> AsyncIterator[Cluster]:
+    made = Cluster()
+    for name in names:
+        made.join(name)
+    try:
+        yield made
+    finally:
+        for one in made.all:
+            await one.end()
+
+
+@asynccontextmanager
+async def settled(*names: str) -> AsyncIterator[Cluster]:
+    async with cluster_of(*names) as cluster:
         await cluster.settled(10)
         yield cluster
 
 
 @in_virtual_time
-async def test_members_that_start_at_once_have_a_leader_within_two_terms(
-    authority: Authority,
-) -> None:
-    async with cluster_of(authority, "a", "b", "c") as cluster:
+async def test_members_that_start_at_once_have_a_leader_within_two_terms() -> None:
+    async with cluster_of("a", "b", "c") as cluster:
         assert await cluster.settled(10) < 2 * TERM
         # Soon all share the slots, and may be alone.
         await asyncio.sleep(3)
@@ -52,11 +250,10 @@ async def test_members_that_start_at_once_have_a_leader_within_two_terms(
 
 
 @in_virtual_time
-async def test_when_the_leader_dies_another_leads_in_a_later_epoch(authority: Authority) -> None:
-    async with settled(authority, "a", "b", "c") as cluster:
+async def test_when_the_leader_dies_another_leads_in_a_later_epoch() -> None:
+    async with settled("a", "b", "c") as cluster:
         old, (cut_off, _) = cluster.leader(), cluster.others()
         # One that does not reach the database follows on, and finds the next leader.
-        assert isinstance(cut_off.row, Row)
         cut_off.row.is_away = True
         await asyncio.sleep(10)
         assert [role.kind for role in cut_off.roles] == ["follower"]
@@ -86,10 +283,8 @@ async def test_when_the_leader_dies_another_leads_in_a_later_epoch(authority: Au
 
 
 @in_virtual_time
-async def test_without_the_database_all_are_alone_and_afterwards_one_leads_again(
-    authority: Authority,
-) -> None:
-    async with settled(authority, "a", "b", "c") as cluster:
+async def test_without_the_database_all_are_alone_and_afterwards_one_leads_again() -> None:
+    async with settled("a", "b", "c") as cluster:
         await asyncio.sleep(3)
         cluster.database.is_away = True
         await cluster.until(lambda: not cluster.leaders(), TERM + 0.2)
@@ -107,10 +302,8 @@ async def test_without_the_database_all_are_alone_and_afterwards_one_leads_again
 
 
 @in_virtual_time
-async def test_a_member_that_does_not_reach_the_leader_is_alone_until_it_does(
-    authority: Authority,
-) -> None:
-    async with settled(authority, "a", "b", "c") as cluster:
+async def test_a_member_that_does_not_reach_the_leader_is_alone_until_it_does() -> None:
+    async with settled("a", "b", "c") as cluster:
         await asyncio.sleep(3)
         leader, cut_off = cluster.leader(), cluster.others()[0]
         open_ = cut_off.membership.tunnels.open
@@ -135,8 +328,8 @@ async def test_a_member_that_does_not_reach_the_leader_is_alone_until_it_does(
 
 
 @in_virtual_time
-async def test_a_leader_whose_machine_was_suspended_leads_no_more(authority: Authority) -> None:
-    async with settled(authority, "a", "b") as cluster:
+async def test_a_leader_whose_machine_was_suspended_leads_no_more() -> None:
+    async with settled("a", "b") as cluster:
         leader = cluster.leader()
         leader.suspended += 30
         assert not leader.membership.may_grant()
@@ -147,10 +340,8 @@ async def test_a_leader_whose_machine_was_suspended_leads_no_more(authority: Aut
 
 @pytest.mark.parametrize("leads", [False, True])
 @in_virtual_time
-async def test_a_later_process_of_a_member_replaces_an_earlier_one(
-    authority: Authority, leads: bool
-) -> None:
-    async with settled(authority, *(("a",) if leads else ("a", "b", "c"))) as cluster:
+async def test_a_later_process_of_a_member_replaces_an_earlier_one(leads: bool) -> None:
+    async with settled(*(("a",) if leads else ("a", "b", "c"))) as cluster:
         old = cluster.leader() if leads else cluster.others()[0]
         old.listening.close()
         old.membership.tunnels.stop_accepting()
@@ -174,8 +365,8 @@ async def test_a_later_process_of_a_member_replaces_an_earlier_one(
 
 
 @in_virtual_time
-async def test_the_share_of_a_member_that_is_removed_is_free_at_once(authority: Authority) -> None:
-    async with settled(authority, "a", "b") as cluster:
+async def test_the_share_of_a_member_that_is_removed_is_free_at_once() -> None:
+    async with settled("a", "b") as cluster:
         tenure, (lost,) = known(cluster.leader().account), cluster.others()
         await cluster.until(lambda: len(tenure.lists[-1].names) == 2, 10)
         await asyncio.sleep(5)  # It is told that it may be alone.
@@ -194,10 +385,8 @@ async def test_the_share_of_a_member_that_is_removed_is_free_at_once(authority: 
 
 
 @in_virtual_time
-async def test_a_leader_that_drains_makes_room_leaves_its_share_and_is_never_alone(
-    authority: Authority,
-) -> None:
-    async with settled(authority, "a", "b", "c") as cluster:
+async def test_a_leader_that_drains_makes_room_leaves_its_share_and_is_never_alone() -> None:
+    async with settled("a", "b", "c") as cluster:
         await asyncio.sleep(5)  # All may be alone.
         old = cluster.leader()
         old.membership.drain()
@@ -222,8 +411,8 @@ async def test_a_leader_that_drains_makes_room_leaves_its_share_and_is_never_alo
 
 
 @in_virtual_time
-async def test_edges_that_come_and_go_are_told_to_the_leader(authority: Authority) -> None:
-    async with settled(authority, "a", "b") as cluster:
+async def test_edges_that_come_and_go_are_told_to_the_leader() -> None:
+    async with settled("a", "b") as cluster:
         leader, (other,) = cluster.leader(), cluster.others()
         await asyncio.sleep(2)
         for one in (leader, other):
@@ -259,9 +448,9 @@ async def test_edges_that_come_and_go_are_told_to_the_leader(authority: Authorit
 
 @in_virtual_time
 async def test_a_follower_whose_link_can_not_be_taken_is_lost_until_it_can(
-    authority: Authority, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with settled(authority, "a", "b") as cluster:
+    async with settled("a", "b") as cluster:
         followers, over = cluster.leader().membership._followers, EdgeLink.over
 
         async def fail(sock: socket.socket, link: EdgeLink) -> EdgeLink:
@@ -279,8 +468,8 @@ async def test_a_follower_whose_link_can_not_be_taken_is_lost_until_it_can(
 
 
 @in_virtual_time
-async def test_a_leader_whose_account_fails_makes_room_for_another(authority: Authority) -> None:
-    async with settled(authority, "a", "b") as cluster:
+async def test_a_leader_whose_account_fails_makes_room_for_another() -> None:
+    async with settled("a", "b") as cluster:
         old = cluster.leader()
         known(old.account).tell = None  # type: ignore[method-assign,assignment]
         await cluster.until(lambda: old.role.kind != "leader", 1)
@@ -289,10 +478,8 @@ async def test_a_leader_whose_account_fails_makes_room_for_another(authority: Au
 
 
 @in_virtual_time
-async def test_who_has_won_and_can_not_begin_to_lead_makes_room_for_another(
-    authority: Authority,
-) -> None:
-    async with settled(authority, "a", "b") as cluster:
+async def test_who_has_won_and_can_not_begin_to_lead_makes_room_for_another() -> None:
+    async with settled("a", "b") as cluster:
         old, (other,) = cluster.leader(), cluster.others()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(other.membership, "lead", lambda *_: None)
@@ -307,10 +494,8 @@ async def test_who_has_won_and_can_not_begin_to_lead_makes_room_for_another(
 
 
 @in_virtual_time
-async def test_a_leader_that_lost_touch_and_has_its_epoch_again_reads_the_nodes_again(
-    authority: Authority,
-) -> None:
-    async with settled(authority, "a") as cluster:
+async def test_a_leader_that_lost_touch_and_has_its_epoch_again_reads_the_nodes_again() -> None:
+    async with settled("a") as cluster:
         leader = cluster.leader()
         first = leader.role
         await asyncio.sleep(5)
@@ -332,10 +517,8 @@ async def test_a_leader_that_lost_touch_and_has_its_epoch_again_reads_the_nodes_
 
 
 @in_virtual_time
-async def test_a_renewal_under_way_does_not_bring_a_draining_leader_back(
-    authority: Authority,
-) -> None:
-    async with settled(authority, "a", "b") as cluster:
+async def test_a_renewal_under_way_does_not_bring_a_draining_leader_back() -> None:
+    async with settled("a", "b") as cluster:
         old, began = cluster.leader(), asyncio.Event()
         renew = old.row.change
 
@@ -354,10 +537,8 @@ async def test_a_renewal_under_way_does_not_bring_a_draining_leader_back(
 
 
 @in_virtual_time
-async def test_a_follower_does_not_wait_for_a_dead_machine_once_another_one_leads(
-    authority: Authority,
-) -> None:
-    async with settled(authority, "a", "b", "c") as cluster:
+async def test_a_follower_does_not_wait_for_a_dead_machine_once_another_one_leads() -> None:
+    async with settled("a", "b", "c") as cluster:
         old = cluster.leader()
 
         def opening(tunnels: Tunnels) -> Callable[..., Awaitable[socket.socket]]:
@@ -378,10 +559,8 @@ async def test_a_follower_does_not_wait_for_a_dead_machine_once_another_one_lead
 
 
 @in_virtual_time
-async def test_a_membership_ends_also_when_its_list_is_wanted_or_its_link_lost_just_then(
-    authority: Authority,
-) -> None:
-    async with settled(authority, "a", "b") as cluster:
+async def test_a_membership_ends_also_when_its_list_is_wanted_or_its_link_lost_just_then() -> None:
+    async with settled("a", "b") as cluster:
         await asyncio.sleep(3)
         (other,) = cluster.others()
         link = known(other.membership._link)
@@ -392,10 +571,8 @@ async def test_a_membership_ends_also_when_its_list_is_wanted_or_its_link_lost_j
 
 
 @in_virtual_time
-async def test_a_follower_opens_tunnels_to_its_leader_and_to_nobody_else(
-    authority: Authority,
-) -> None:
-    async with cluster_of(authority, "a", "b", "c") as cluster, cluster_of(authority) as elsewhere:
+async def test_a_follower_opens_tunnels_to_its_leader_and_to_nobody_else() -> None:
+    async with cluster_of("a", "b", "c") as cluster, cluster_of() as elsewhere:
         with pytest.raises(TunnelError, match="no leader is known"):
             await cluster.all[0].membership.open("link", "x")
         await cluster.settled(10)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cluster.mutants import MUTANTS
-from tests.cluster.rules import Mutant, load
-from tests.cluster.scripts import find, play
+from tests.cluster.scripts import MUTANTS, Mutant, find, load, play
 
 
 def test_requests_never_exceed_slots_in_random_scripts() -> None:

@@ -30,15 +30,10 @@ from gateway.cluster.tunnel import (
 from gateway.config.settings import Address, ClusterSettings, ClusterTls
 from gateway.http.certificates import CertificateError, ServerCertificate
 from gateway.http.exchange import ConnectionOrigin
-from tests.cluster.certificates import CLUSTER, Authority
+from tests.cluster.certificates import CLUSTER, Authority, authority
 from tests.gateways import until
 
 LIMIT = 20.0  # seconds that a thing may take where its time is not the matter
-
-
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("authority"))
 
 
 class Node:
@@ -80,11 +75,11 @@ MakeNode = Callable[..., Node]
 
 
 @contextlib.asynccontextmanager
-async def making(authority: Authority) -> AsyncIterator[MakeNode]:
+async def making() -> AsyncIterator[MakeNode]:
     made: list[Node] = []
 
     def one(member: str, tls: ClusterTls | None = None, **more: object) -> Node:
-        settings = authority.settings(member, **{"tls": tls or authority.files(member), **more})
+        settings = authority().settings(member, **{"tls": tls or authority().files(member), **more})
         try:
             certificate = member_certificate(settings.tls, member)
         except CertificateError:  # One that no honest member would use.
@@ -101,8 +96,8 @@ async def making(authority: Authority) -> AsyncIterator[MakeNode]:
 
 
 @pytest.fixture
-async def make(authority: Authority) -> AsyncIterator[MakeNode]:
-    async with making(authority) as one:
+async def make() -> AsyncIterator[MakeNode]:
+    async with making() as one:
         yield one
 
 
@@ -130,10 +125,10 @@ async def send(sock: socket.socket, data: bytes) -> None:
 
 
 def test_what_one_side_writes_the_other_reads_until_each_direction_has_ended(
-    authority: Authority, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def run() -> None:
-        async with making(authority) as make:
+        async with making() as make:
             a, b = make("gw-a"), make("gw-b")
             opened, taken = await a.pair(b)
             await send(opened, b"request")
@@ -194,11 +189,11 @@ async def refused(attempt: Awaitable[socket.socket]) -> TunnelError:
     [("cluster", {"name": "another"}), ("address", {}), ("certificate", {})],
 )
 async def test_who_is_no_such_member_is_refused(
-    make: MakeNode, authority: Authority, reason: str, given: dict[str, str]
+    make: MakeNode, reason: str, given: dict[str, str]
 ) -> None:
     allow = (ipaddress.ip_network("192.0.2.0/24"),) if reason == "address" else ()
     a = make("gw-a", allow=allow)
-    tls = authority.files("gw-x") if reason == "certificate" else None
+    tls = authority().files("gw-x") if reason == "certificate" else None
     b = make("gw-b", tls=tls, **given)
     await refused(b.tunnels.open("gw-a", a.address, "control"))
     assert a.tunnels.refused == {reason: 1}
@@ -331,20 +326,20 @@ async def test_tunnels_of_one_member_are_bounded(
 # Certificates.
 
 
-def test_a_certificate_is_tried_as_others_will(authority: Authority, tmp_path: Path) -> None:
-    good = member_certificate(authority.files("gw-a", "10.0.0.1"), "gw-a")
+def test_a_certificate_is_tried_as_others_will(tmp_path: Path) -> None:
+    good = member_certificate(authority().files("gw-a", "10.0.0.1"), "gw-a")
     assert good.loaded.client_context is not None
     with pytest.raises(CertificateError, match="for the name gw-b"):
-        member_certificate(authority.files("gw-a"), "gw-b")
+        member_certificate(authority().files("gw-a"), "gw-b")
     with pytest.raises(CertificateError, match=r"names \*\.example\.org and not this member"):
-        member_certificate(authority.files("*.example.org"), "gw-a.example.org")
+        member_certificate(authority().files("*.example.org"), "gw-a.example.org")
     other = Authority(tmp_path).folder / "ca.pem"
-    foreign = authority.files("gw-a").model_copy(update={"ca": other})
+    foreign = authority().files("gw-a").model_copy(update={"ca": other})
     with pytest.raises(CertificateError, match="would be refused"):
         member_certificate(foreign, "gw-a")
     over = dt.datetime.now(dt.UTC) - dt.timedelta(days=1)
     with pytest.raises(CertificateError, match="expired"):
-        member_certificate(authority.files("gw-a", not_after=over), "gw-a")
+        member_certificate(authority().files("gw-a", not_after=over), "gw-a")
     other.write_text("nothing")
     with pytest.raises(CertificateError):
         member_certificate(foreign, "gw-a")

@@ -8,9 +8,10 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+
+from tests.processes import ran
 
 RELEASE = "bookworm"
 PACKAGES = (
@@ -78,23 +79,15 @@ def debian(
     for old in cache.glob(f"{name}-*"):
         shutil.rmtree(old)
     draft = base.with_suffix(".draft")
-    subprocess.run(
-        [
-            *CONTAINED_COMMAND,
-            *("--mount-proc", "--"),
-            *("mmdebstrap", "--quiet", "--variant=minbase", "--skip=cleanup/apt"),
-            "--dpkgopt=force-unsafe-io",
-            f"--include={','.join(packages)}",
-            *(f"--customize-hook={hook}" for hook in hooks),
-            *options,
-            *(suite, str(draft)),
-        ],
-        check=True,
-        timeout=LIMIT,
+    ran(
+        *(*CONTAINED_COMMAND, "--mount-proc", "--"),
+        *("mmdebstrap", "--quiet", "--variant=minbase", "--skip=cleanup/apt"),
+        *("--dpkgopt=force-unsafe-io", f"--include={','.join(packages)}"),
+        *(f"--customize-hook={hook}" for hook in hooks),
+        *options,
+        suite,
+        draft,
+        limit=LIMIT,
     )
     draft.rename(base)
     return base
-
-
-if __name__ == "__main__":
-    base_image(cache_folder())

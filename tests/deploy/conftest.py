@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,9 +12,9 @@ import pytest
 
 from tests.deploy.base_image import cache_folder
 from tests.deploy.control import ControlMachine, PlaybookResult, ansible_programs
-from tests.deploy.host_support import unsupported_reason
-from tests.deploy.hosts import HostNetwork, running_hosts
+from tests.deploy.hosts import HostNetwork, running_hosts, unsupported_reason
 from tests.deploy.release_files import ReleaseFiles
+from tests.processes import ran
 
 
 @pytest.fixture(scope="session")
@@ -81,10 +80,19 @@ class ClientKey:
 def create_key(name: str) -> ClientKey:
     """Create a key as an operator does."""
     program = Path(sys.executable).with_name("llama-gateway")
-    command = [str(program), "keys", "hash", "--id", name, "--json"]
-    output = subprocess.run(command, check=True, capture_output=True, timeout=60).stdout
-    entry: dict[str, str] = json.loads(output)
+    entry: dict[str, str] = json.loads(ran(program, "keys", "hash", "--id", name, "--json").stdout)
     return ClientKey(entry.pop("key"), {**entry, "name": name})
+
+
+def chat(url: str, key: str | None, **more: Any) -> httpx.Response:
+    """The answer to a chat with this key."""
+    return httpx.post(
+        f"{url}/v1/chat/completions",
+        json={"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, **more},
+        headers={"Authorization": f"Bearer {key}"} if key else {},
+        verify=False,
+        timeout=60,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +103,7 @@ class DeployedFleet:
     hosts: HostNetwork
     result: PlaybookResult
     key: ClientKey
+    address: str
 
     @property
     def headers(self) -> dict[str, str]:
@@ -103,14 +112,12 @@ class DeployedFleet:
 
     @property
     def url(self) -> str:
-        """The URL of the edge."""
-        return f"https://{self.hosts['gw'].address}"
+        """The URL of the edge, or of the balancers."""
+        return f"https://{self.address}"
 
     def chat(self) -> dict[str, Any]:
         """The answer to a chat through the edge."""
-        body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
-        url = f"{self.url}/v1/chat/completions"
-        answer = httpx.post(url, json=body, headers=self.headers, verify=False, timeout=60)
+        answer = chat(self.url, self.key.secret)
         assert answer.status_code == 200, answer.text
         completion: dict[str, Any] = answer.json()
         return completion
@@ -124,4 +131,4 @@ class DeployedFleet:
 @pytest.fixture(scope="session")
 def fleet(control: ControlMachine, hosts: HostNetwork, key: ClientKey) -> DeployedFleet:
     """The fleet that site.yml deploys to bare hosts."""
-    return DeployedFleet(control, hosts, control.play("site.yml"), key)
+    return DeployedFleet(control, hosts, control.play("site.yml"), key, hosts["gw"].address)

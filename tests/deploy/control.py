@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -15,11 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.deploy.base_image import CONTAINED_COMMAND
 from tests.deploy.hosts import ADMIN, HostNetwork, ssh_options
+from tests.processes import ran
 
 PLAYBOOKS = Path(__file__).parents[2] / "deploy/ansible"
 LIMIT = 1500.0  # seconds for one playbook; they took half a minute to two minutes
-RECAP = re.compile(r"^(\S+)\s+: ok=(\d+)\s+changed=(\d+)\s+unreachable=(\d+)\s+failed=(\d+)")
+RECAP = re.compile(r"^(\S+)\s+: ok=\d+\s+changed=(\d+)\s+unreachable=")
 
 
 def ansible_programs() -> Path:
@@ -29,6 +29,17 @@ def ansible_programs() -> Path:
     if not found or not Path(found).exists():
         raise FileNotFoundError("no ansible-playbook: run these tests by `make test-deploy`")
     return Path(found).absolute().parent
+
+
+def play_here(
+    folder: Path, play: str, variables: dict[str, Any], inventory: str | Path, status: int = 0
+) -> str:
+    """Run a play on this machine in place of a host; its output."""
+    (folder / "play.yml").write_text(play)
+    settings = {"ansible_python_interpreter": "/usr/bin/python3", **variables}
+    given = ("-i", inventory, folder / "play.yml", "-e", json.dumps(settings))
+    program = ansible_programs() / "ansible-playbook"
+    return ran(program, *given, cwd=PLAYBOOKS, limit=200, status=status).stdout
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +52,13 @@ class PlaybookResult:
     @property
     def changed(self) -> dict[str, int]:
         """The number of changes on each host that was changed."""
-        return {match[1]: int(match[3]) for match in self._recap() if int(match[3])}
+        recap = filter(None, map(RECAP.match, self.output.splitlines()))
+        return {match[1]: int(match[2]) for match in recap if int(match[2])}
 
     @property
     def text(self) -> str:
         """The output in one line, without the line breaks and quotes that Ansible adds."""
         return " ".join(self.output.split()).replace("''", "'")
-
-    def _recap(self) -> list[re.Match[str]]:
-        return [match for line in self.output.splitlines() if (match := RECAP.match(line))]
 
 
 def wait_for(what: Callable[[], bool], limit: float = 60.0) -> None:
@@ -58,20 +67,6 @@ def wait_for(what: Callable[[], bool], limit: float = 60.0) -> None:
     while not what():
         assert time.monotonic() < end, "the condition was not met in time"
         time.sleep(0.1)
-
-
-def kill_tree(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and its descendants: Ansible's workers have sessions of their own."""
-    pids = [process.pid]
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGSTOP)  # so that it starts no more processes
-            for task in Path(f"/proc/{pid}/task").iterdir():
-                pids += map(int, (task / "children").read_text().split())
-    for pid in reversed(pids):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    process.wait()
 
 
 @dataclass(slots=True)
@@ -99,6 +94,7 @@ class ControlMachine:
         Raises AssertionError unless it succeeds, or with `good=False` unless it fails.
         """
         command = [
+            *(*CONTAINED_COMMAND, "--mount-proc", "--"),  # Ansible's workers end with the test
             *(str(self.programs / "ansible-playbook"), "-i", str(self._inventory())),
             *(playbook, *arguments),
         ]
@@ -107,21 +103,11 @@ class ControlMachine:
         self._plays += 1
         log = self.folder / f"{self._plays:02}-{playbook}.log"
         with log.open("wb") as written:
-            process = subprocess.Popen(
-                command,
-                cwd=PLAYBOOKS,
-                env=self._environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=written,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                status = process.wait(self.limit)
-            except BaseException:  # the playbook and its workers must end with the test
-                kill_tree(process)
-                raise
-        played = PlaybookResult(status, log.read_text())
+            done = subprocess.run(
+                command, cwd=PLAYBOOKS, env=self._environment(), stdin=subprocess.DEVNULL,
+                stdout=written, stderr=subprocess.STDOUT, timeout=self.limit, check=False,
+            )  # fmt: skip
+        played = PlaybookResult(done.returncode, log.read_text())
         if (played.status == 0) != good:
             raise AssertionError(f"{playbook}: status {played.status}\n{played.output[-6000:]}")
         return played

@@ -20,7 +20,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.deploy.base_image import AUTHORITIES, base_image, cache_folder
+import psutil
+
+from tests.deploy.base_image import AUTHORITIES, RELEASE, base_image, cache_folder
+from tests.processes import ran
 
 BRIDGE = "lgtest0"
 TABLE = "llama_gateway_tests"
@@ -34,8 +37,15 @@ TMPFS_BYTES = (
 )  # bytes of memory, with which what the hosts write is kept there; 1.1 GB were seen
 
 
-class HostError(Exception):
-    """A host did not start, or a command on it failed."""
+# Required programs, each with its Debian package.
+PROGRAMS = {
+    "mmdebstrap": "mmdebstrap",
+    "systemd-nspawn": "systemd-container",
+    "nft": "nftables",
+    "ip": "iproute2",
+    "ssh": "openssh-client",
+    "setpriv": "util-linux",
+}
 
 
 @dataclass(slots=True)
@@ -56,12 +66,7 @@ class Host:
         self, command: str, *, check: bool = True, limit: float = 60.0
     ) -> subprocess.CompletedProcess[str]:
         """Run a line of shell on the host, as root."""
-        done = subprocess.run(
-            [*self.ssh(), command], capture_output=True, text=True, timeout=limit, check=False
-        )
-        if check and done.returncode != 0:
-            raise HostError(f"{self.name}: {command}: {done.returncode}: {done.stderr[-2000:]}")
-        return done
+        return ran(*self.ssh(), command, status=0 if check else None, limit=limit)
 
     def fetch(self, url: str) -> str:
         """The body of the answer to a GET on the host itself."""
@@ -112,7 +117,7 @@ class HostNetwork:
         for folder in (root, upper, work):
             folder.mkdir(parents=True)
         layers = f"lowerdir={self.base},upperdir={upper},workdir={work}"
-        _run("mount", "-t", "overlay", "overlay", "-o", layers, str(root))
+        ran("mount", "-t", "overlay", "overlay", "-o", layers, str(root))
         address = f"{NETWORK}.{self._next}"
         self._next += 1
         configure_root(root, name, address, self.key.with_suffix(".pub").read_text())
@@ -132,7 +137,8 @@ class HostNetwork:
             )
         host = Host(name, address, root, self.key, process)
         self.hosts[name] = host
-        (home / "pid.json").write_text(json.dumps([process.pid, _start_time(process.pid)]))
+        began = psutil.Process(process.pid).create_time()
+        (home / "pid.json").write_text(json.dumps([process.pid, began]))
         return host
 
     def _wait(self, host: Host) -> None:
@@ -145,7 +151,7 @@ class HostNetwork:
                     return
             time.sleep(0.2)
         console = (self.folder / host.name / "console").read_text(errors="replace")
-        raise HostError(f"{host.name} does not answer ssh:\n{console[-3000:]}")
+        raise AssertionError(f"{host.name} does not answer ssh:\n{console[-3000:]}")
 
 
 @contextlib.contextmanager
@@ -167,12 +173,12 @@ def running_hosts(names: Iterable[str], cache: Path | None = None) -> Iterator[H
         (folder / "forwarding").write_text(forwarding)
         network = HostNetwork(folder, base, folder / "key")
         try:
-            if _memory_available() > TMPFS_BYTES:
+            if psutil.virtual_memory().available > TMPFS_BYTES:
                 options = f"size={TMPFS_BYTES},mode=0700"
-                _run("mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder))
+                ran("mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder))
                 (folder / "forwarding").write_text(forwarding)
             _open_network()
-            _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key"))
+            ran("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key"))
             network.add(*names)
             yield network
         finally:
@@ -198,21 +204,21 @@ def configure_root(
         f"[Match]\nName={interface}\n\n[Network]\nAddress={address}/24\nGateway={gateway}\n"
         "LinkLocalAddressing=no\n"
     )
-    _run("chroot", str(root), "useradd", "--create-home", "--shell=/bin/bash", ADMIN)
+    ran("chroot", str(root), "useradd", "--create-home", "--shell=/bin/bash", ADMIN)
     (root / "etc/sudoers.d" / ADMIN).write_text(f"{ADMIN} ALL=(ALL) NOPASSWD: ALL\n")
     for home in (root / "root", root / "home" / ADMIN):
         (home / ".ssh").mkdir(mode=0o700, exist_ok=True)
         (home / ".ssh/authorized_keys").write_text(key)
-    _run("chroot", str(root), "chown", "-R", f"{ADMIN}:", f"/home/{ADMIN}/.ssh")
+    ran("chroot", str(root), "chown", "-R", f"{ADMIN}:", f"/home/{ADMIN}/.ssh")
     for found in ("/etc/resolv.conf", str(AUTHORITIES)):
         if Path(found).exists():
             shutil.copyfile(found, root / found.lstrip("/"))
 
 
 def _open_network() -> None:
-    _run("ip", "link", "add", BRIDGE, "type", "bridge")
-    _run("ip", "address", "add", f"{NETWORK}.1/24", "dev", BRIDGE)
-    _run("ip", "link", "set", BRIDGE, "up")
+    ran("ip", "link", "add", BRIDGE, "type", "bridge")
+    ran("ip", "address", "add", f"{NETWORK}.1/24", "dev", BRIDGE)
+    ran("ip", "link", "set", BRIDGE, "up")
     FORWARDING.write_text("1\n")
     rules = f"""table ip {TABLE} {{
       chain out {{
@@ -229,24 +235,19 @@ def _clear(cache: Path) -> None:
         for home in folder.iterdir():
             if (home / "pid.json").is_file():
                 pid, began = json.loads((home / "pid.json").read_text())
-                if _start_time(pid) == began:
-                    _kill(pid)
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if psutil.Process(pid).create_time() == began:  # its id may be reused
+                        _kill(pid)
         for root in folder.glob("*/root"):
             if os.path.ismount(root):
-                _run("umount", "--lazy", str(root), check=False)
+                ran("umount", "--lazy", str(root), status=None)
         if (folder / "forwarding").is_file():
             FORWARDING.write_text((folder / "forwarding").read_text())
         if os.path.ismount(folder):
-            _run("umount", "--lazy", str(folder), check=False)
+            ran("umount", "--lazy", str(folder), status=None)
         shutil.rmtree(folder, ignore_errors=True)
-    _run("ip", "link", "del", BRIDGE, check=False)
-    _run("nft", "delete", "table", "ip", TABLE, check=False)
-
-
-def _memory_available() -> int:
-    """Bytes of available memory."""
-    found = re.search(r"^MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
+    ran("ip", "link", "del", BRIDGE, status=None)
+    ran("nft", "delete", "table", "ip", TABLE, status=None)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -258,34 +259,41 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _kill(pid: int) -> None:
     """Kill the first process of a container, which ends all others, then systemd-nspawn."""
-    children = Path(f"/proc/{pid}/task/{pid}/children")
-    for _ in range(50):
-        try:
-            first = [int(word) for word in children.read_text().split()]
-        except OSError:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for child in process.children():
+            child.kill()
+        with contextlib.suppress(psutil.TimeoutExpired):
+            process.wait(5)
             return
-        for child in first:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-        if not first:
-            break
-        time.sleep(0.1)
-        with contextlib.suppress(ChildProcessError):
-            if os.waitpid(pid, os.WNOHANG)[0] == pid:
-                return
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+        process.kill()
 
 
-def _start_time(pid: int) -> str | None:
-    """The start time of a process, in kernel ticks; its id may be reused."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return None
+def unsupported_reason() -> str:
+    """Why this machine can't run hosts, with the remedy; empty if it can."""
+    if os.geteuid() != 0:
+        return "root is needed. Remedy: run it as root, or in a virtual machine"
+    if missing := sorted({PROGRAMS[name] for name in PROGRAMS if not shutil.which(name)}):
+        return f"programs are missing. Remedy: apt-get install {' '.join(missing)}"
+    release = Path("/etc/os-release").read_text()
+    if not re.search(rf"^VERSION_CODENAME={RELEASE}$", release, re.MULTILINE):
+        return f"hosts are made from this machine's package sources, and it is not Debian {RELEASE}"
+    return _missing_rights()
 
 
-def _run(*command: str, check: bool = True) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    if check and done.returncode != 0:
-        raise HostError(f"{' '.join(command)}: {done.stderr.strip()}")
+def _missing_rights() -> str:
+    """Rights that a container around this process may lack; they are tried without a trace."""
+    with tempfile.TemporaryDirectory() as name:
+        layers = f"lowerdir={name}/lower,upperdir={name}/upper,workdir={name}/work"
+        commands = (
+            f"mount -t tmpfs tmpfs {name}; cd {name}; mkdir lower upper work root; "
+            f"mount -t overlay overlay -o {layers} root; "
+            f"ip link add lgtest-try type bridge; nft list tables"
+        )
+        unshare = ["unshare", "--mount", "--net", "--pid", "--ipc", "--uts", "--fork"]
+        done = ran(*unshare, "sh", "-ec", commands, status=None)
+    if done.returncode != 0:
+        return f"mounts, namespaces or bridges are not allowed here: {done.stderr.strip()}"
+    if not os.access(FORWARDING, os.W_OK):
+        return f"{FORWARDING} can't be written here"
+    return ""

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import httpx
 
+from tests.chaos.response_reader import read_stream
+from tests.deploy.control import wait_for
+
+CHAT = "/v1/chat/completions"
 LIMIT = 120.0  # seconds for one answer
 TOKENS = 120
 PAUSE = 1.0  # seconds between the requests of a client
@@ -31,13 +35,10 @@ class DeployLoad:
     over: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def wait_for(self, more: int, limit: float = 60.0) -> None:
+    def wait_for(self, more: int) -> None:
         """Wait until `more` further requests have been answered."""
-        wanted, end = self.answered + more, time.monotonic() + limit
-        while self.answered < wanted:
-            if time.monotonic() > end:
-                raise TimeoutError(f"{self.answered} of {wanted} answered: {self.failures[-3:]}")
-            time.sleep(0.05)
+        wanted = self.answered + more
+        wait_for(lambda: self.answered >= wanted)
 
     def run_client(self, number: int) -> None:
         with httpx.Client(verify=False, timeout=LIMIT, headers=self.headers) as client:
@@ -55,13 +56,15 @@ class DeployLoad:
         messages = [{"role": "user", "content": text}]
         body = {"messages": messages, "max_tokens": TOKENS, "stream": stream}
         try:
-            answer = client.post(f"{self.url}/v1/chat/completions", json=body)
+            answer = client.post(f"{self.url}{CHAT}", json=body)
         except httpx.HTTPError as error:
             return f"{time.strftime('%X')} {type(error).__name__}: {error}"
         if answer.status_code != 200:
             return f"{time.strftime('%X')} {answer.status_code}: {answer.text[:300]}"
         if stream:
-            return "" if _complete(answer.text) else f"cut: {answer.text[-300:]}"
+            read = read_stream(CHAT, answer.content)
+            whole = read.ends and read.error is None
+            return "" if whole else f"cut: {answer.text[-300:]}"
         reason = answer.json()["choices"][0]["finish_reason"]
         return "" if reason in {"stop", "length"} else f"ended by {reason}"
 
@@ -70,28 +73,14 @@ class DeployLoad:
 def nothing_fails(url: str, headers: dict[str, str], answers: int) -> Iterator[DeployLoad]:
     """Load a fleet; so many requests are answered before and after, and none fails."""
     load = DeployLoad(url, headers)
-    threads = [
-        threading.Thread(target=load.run_client, args=(number,), daemon=True) for number in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    try:
-        load.wait_for(answers)
-        yield load
-        load.wait_for(answers)
-    finally:
-        load.over.set()
-        for thread in threads:
-            thread.join(LIMIT + 10)
+    with ThreadPoolExecutor(3) as pool:
+        clients = [pool.submit(load.run_client, number) for number in range(3)]
+        try:
+            load.wait_for(answers)
+            yield load
+            load.wait_for(answers)
+        finally:
+            load.over.set()
+        for client in clients:
+            client.result()
     assert load.failures == []
-
-
-def _complete(text: str) -> bool:
-    """Whether a stream ended properly."""
-    events = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
-    if not events or events[-1] != "[DONE]":
-        return False
-    chunks = [json.loads(event) for event in events[:-1]]
-    return any(
-        choice.get("finish_reason") for chunk in chunks for choice in chunk.get("choices", [])
-    ) and not any("error" in chunk for chunk in chunks)

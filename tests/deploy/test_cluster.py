@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-import httpx
 import pytest
 
-from tests.deploy.conftest import ClientKey, variables_of
-from tests.deploy.control import ControlMachine, PlaybookResult, ansible_programs, wait_for
+from tests.deploy.conftest import ClientKey, DeployedFleet, variables_of
+from tests.deploy.control import ControlMachine, ansible_programs, wait_for
 from tests.deploy.hosts import NETWORK, HostNetwork
 from tests.deploy.load import nothing_fails
 from tests.deploy.release_files import ReleaseFiles
@@ -18,35 +16,15 @@ from tests.deploy.release_files import ReleaseFiles
 pytestmark = [pytest.mark.net, pytest.mark.timeout(3000)]
 
 ADDRESS = f"{NETWORK}.200"
-LIMIT = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """Two hosts with a gateway and a balancer each, one of them with the database, and a node."""
-
-    control: ControlMachine
-    hosts: HostNetwork
-    result: PlaybookResult
-    key: ClientKey
-
-    def chat(self, address: str = ADDRESS) -> httpx.Response:
-        """The answer to a chat through a balancer."""
-        return httpx.post(
-            f"https://{address}/v1/chat/completions",
-            json={"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4},
-            headers={"Authorization": f"Bearer {self.key.secret}"},
-            verify=False,
-            timeout=LIMIT,
-        )
-
-    def holders(self) -> list[str]:
-        """The hosts that have the balancers' common address."""
-        return [
-            name
-            for name in self.control.groups["balancer"]
-            if self.hosts[name].up and ADDRESS in self.hosts[name].run("ip -o address").stdout
-        ]
+def holders(cluster: DeployedFleet) -> list[str]:
+    """The hosts that have the balancers' common address."""
+    return [
+        name
+        for name in cluster.control.groups["balancer"]
+        if cluster.hosts[name].up and ADDRESS in cluster.hosts[name].run("ip -o address").stdout
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +33,8 @@ def cluster(
     release_files: ReleaseFiles,
     key: ClientKey,
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Cluster]:
+) -> Iterator[DeployedFleet]:
+    """Two hosts with a gateway and a balancer each, one of them with the database, and a node."""
     hosts.add("gw-a", "gw-b", "cn")
     control = ControlMachine(ansible_programs(), tmp_path_factory.mktemp("cluster"), hosts)
     control.groups = {
@@ -68,15 +47,15 @@ def cluster(
     }
     balancer = {"balancer_address": f"{ADDRESS}/24", "balancer_connections": 2000}
     control.variables = variables_of(release_files, key) | balancer
-    yield Cluster(control, hosts, control.play("site.yml"), key)
+    yield DeployedFleet(control, hosts, control.play("site.yml"), key, ADDRESS)
     for name in ("gw-a", "gw-b", "cn"):
         hosts.stop(name)
 
 
-def test_bare_hosts_become_one_gateway(cluster: Cluster) -> None:
+def test_bare_hosts_become_one_gateway(cluster: DeployedFleet) -> None:
     assert set(cluster.result.changed) == {"cn", "gw-a", "gw-b"}
-    assert cluster.chat().status_code == 200
-    assert len(cluster.holders()) == 1
+    cluster.chat()
+    assert len(holders(cluster)) == 1
     for name in cluster.control.groups["gateway"]:
         settings = cluster.hosts[name].run("cat /etc/llama-gateway/gateway.yaml").stdout
         assert f"member: {name}" in settings
@@ -86,7 +65,7 @@ def test_bare_hosts_become_one_gateway(cluster: Cluster) -> None:
     cluster.control.play("verify.yml")
 
 
-def test_nobody_but_the_gateways_reaches_the_database(cluster: Cluster) -> None:
+def test_nobody_but_the_gateways_reaches_the_database(cluster: DeployedFleet) -> None:
     password = (
         cluster.hosts["gw-b"].run("cat /etc/postgresql/llama-gateway.password").stdout.strip()
     )
@@ -102,18 +81,17 @@ def test_nobody_but_the_gateways_reaches_the_database(cluster: Cluster) -> None:
 
 
 def test_settings_of_all_members_change_one_after_the_other_with_nothing_dropped(
-    cluster: Cluster,
+    cluster: DeployedFleet,
 ) -> None:
     """Another environment restarts each of them."""
     cluster.control.variables["gateway_environment"] = {"SOME_VARIABLE": "1"}
-    headers = {"Authorization": f"Bearer {cluster.key.secret}"}
-    with nothing_fails(f"https://{ADDRESS}", headers, 3):
+    with nothing_fails(cluster.url, cluster.headers, 3):
         changed = cluster.control.play("site.yml", "--limit", "gw-a,gw-b").changed
     assert set(changed) == {"gw-a", "gw-b"}
 
 
-def test_when_a_host_dies_the_other_one_takes_its_address(cluster: Cluster) -> None:
+def test_when_a_host_dies_the_other_one_takes_its_address(cluster: DeployedFleet) -> None:
     """The database is on the other one."""
     cluster.hosts.stop("gw-a")
-    wait_for(lambda: cluster.holders() == ["gw-b"])
-    assert cluster.chat().status_code == 200
+    wait_for(lambda: holders(cluster) == ["gw-b"])
+    cluster.chat()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,16 @@ import pytest
 import yaml
 
 from setup.llama_server import PROGRAM, cache_folder
-from tests.deploy import llama_archives
-from tests.deploy.conftest import DeployedFleet
+from tests.deploy.conftest import DeployedFleet, chat
 from tests.deploy.control import PlaybookResult
-from tests.deploy.release_files import ReleaseFiles
+from tests.deploy.release_files import (
+    ReleaseFiles,
+    release_archive,
+    source_archive,
+)
+from tests.deploy.release_files import (
+    real_package as package_of,
+)
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(3000)]
 
@@ -25,7 +31,7 @@ def play(
     named = {"llama_node_install": "release"}
     if archive is not None:
         named["llama_node_archive_file"] = str(archive)
-        named["llama_node_archive_sha256"] = llama_archives.sha256(archive)
+        named["llama_node_archive_sha256"] = hashlib.sha256(archive.read_bytes()).hexdigest()
     return fleet.control.play("site.yml", "--limit", "n1,gw", good=good, **named | more)
 
 
@@ -41,7 +47,7 @@ def install(fleet: DeployedFleet, how: str, archive: Path | None, **more: Any) -
 def test_an_archive_of_binaries(
     fleet: DeployedFleet, release_files: ReleaseFiles, tmp_path: Path
 ) -> None:
-    archive = llama_archives.release_archive(tmp_path, release_files.wheelhouse())
+    archive = release_archive(tmp_path, release_files.wheelhouse())
     wrong = play(fleet, archive, good=False, llama_node_archive_sha256="2" * 64)
     assert "not the one in llama_node_archive_sha256" in wrong.text
     unit = install(fleet, "release", archive)
@@ -50,7 +56,7 @@ def test_an_archive_of_binaries(
 
 
 def test_source(fleet: DeployedFleet, release_files: ReleaseFiles, tmp_path: Path) -> None:
-    archive = llama_archives.source_archive(tmp_path, release_files.wheelhouse())
+    archive = source_archive(tmp_path, release_files.wheelhouse())
     unit = install(fleet, "source", archive)
     assert "/build/bin/llama-server" in unit
     host = fleet.hosts["n1"]
@@ -71,19 +77,7 @@ def real_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     program = cache_folder() / PROGRAM
     if not program.is_file():
         pytest.skip("the real llama-server is missing: make llama-server")
-    return llama_archives.real_package(tmp_path_factory.mktemp("package"), program)
-
-
-def chat(fleet: DeployedFleet, model: str) -> int:
-    """The status of a chat on the gateway's host, which waits while the model is loaded."""
-    body = {"model": model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
-    code = (
-        "import urllib.request as r\n"
-        f"asked = r.Request('http://127.0.0.1:8000/v1/chat/completions', {json.dumps(body)!r}."
-        f"encode(), {{'Authorization': 'Bearer {fleet.key.secret}'}})\n"
-        "print(r.urlopen(asked, timeout=60).status)"
-    )
-    return int(fleet.hosts["gw"].run(f"python3 - <<'END'\n{code}\nEND", limit=90).stdout)
+    return package_of(tmp_path_factory.mktemp("package"), program)
 
 
 def test_a_host_becomes_a_router_whose_models_are_loaded_on_demand(
@@ -118,7 +112,9 @@ def test_a_host_becomes_a_router_whose_models_are_loaded_on_demand(
     written = yaml.safe_load(gateway.run("cat /etc/llama-gateway/nodes.yaml").stdout)
     (entry,) = (one for one in written["nodes"] if one["name"] == "n1-numa0")
     assert (entry["memory"], entry["preload"]) == ("3GiB", ["one"])
-    assert chat(fleet, "one") == chat(fleet, "two") == 200
+    # One waits while its model is loaded.
+    for model in ("one", "two"):
+        assert chat(fleet.url, fleet.key.secret, model=model).status_code == 200
     assert fleet.nodes()["n1-numa0/two"]["state"] == "ready"
     assert play(gateway_settings=pinned).changed == {}
     assert host.run(f"stat -c '%U %a' {PROMPTS}/numa0").stdout.split() == ["llama-node", "700"]

@@ -40,16 +40,15 @@ def two_sockets(tmp_path: Path) -> dict[str, Any]:
     return topology_as_dict(read_topology(make_machine(tmp_path, two_sockets_with_smt())))
 
 
+RULE = {"memory": {"factor": 1.5, "reserve": 2 * GIB}}
+
+
 def memory_problems(
     look: ModuleType, topology: dict[str, Any], gib: float, running: int = 0, **spec: Any
 ) -> list[str]:
-    found = {
-        "topology": topology,
-        "model": {"bytes": int(gib * GIB)},
-        "units": {"llama-server-numa1.service": {"memory": running}},
-    }
-    rule = {"memory": {"factor": 1.5, "reserve": 2 * GIB}}
-    problems: list[str] = look.memory_problems({**rule, **spec}, found)
+    units = {"llama-server-numa1.service": {"memory": running}}
+    found = {"topology": topology, "model": {"bytes": int(gib * GIB)}, "units": units}
+    problems: list[str] = look.memory_problems({**RULE, **spec}, found)
     return problems
 
 
@@ -109,13 +108,11 @@ def on_demand(
     look: ModuleType, topology: dict[str, Any], *sizes: float, running: int = 0, **spec: Any
 ) -> list[str]:
     models = [{"name": f"m{number}", "urls": ["http://m"]} for number in range(len(sizes))]
-    found = {
-        "topology": topology,
-        "models": [{"bytes": int(size * GIB)} for size in sizes],
-        "units": {"llama-server-numa0.service": {"memory": running}},
-    }
-    rule = {"memory": {"factor": 1.5, "reserve": 2 * GIB}, "models": models}
-    problems: list[str] = look.memory_problems_on_demand({**rule, **spec}, found)
+    units = {"llama-server-numa0.service": {"memory": running}}
+    files = [{"bytes": int(size * GIB)} for size in sizes]
+    found = {"topology": topology, "models": files, "units": units}
+    asked = {**RULE, "models": models, **spec}
+    problems: list[str] = look.memory_problems_on_demand(asked, found)
     return problems
 
 

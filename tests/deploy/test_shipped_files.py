@@ -1,11 +1,14 @@
-"""Unit files and compose files that are shipped, as far as they can be tried by themselves."""
+"""What is shipped beside the playbooks, as far as it can be tried by itself: unit files, compose
+files, certificates of members, HAProxy's configuration."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import subprocess
+import shutil
+import socket
+import ssl
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,8 @@ import yaml
 from gateway.app.startup import Options, store_location
 from gateway.callers.callers import is_loopback
 from gateway.config.settings import Settings
-from tests.deploy.balancer_files import DEPLOY
+from tests.deploy.balancer_files import DEPLOY, RENDERED, configuration
+from tests.processes import ran
 
 FOLDER = DEPLOY / "systemd"
 PROGRAM = "#!/bin/sh\nenv\necho ARGUMENTS=$*\n"
@@ -66,11 +70,8 @@ def run_command(folder: Path, *arguments: str, **environment: str) -> dict[str, 
     command = folder / "llama-gateway"
     words = (FOLDER / "llama-gateway.py").read_text()
     command.write_text(re.sub(r'"(/etc/|/opt/)', rf'"{folder}\1', words))
-    done = subprocess.run(
-        [sys.executable, "-I", str(command), *arguments],
-        env={"PATH": os.defpath, **environment},
-        capture_output=True, text=True, check=True, timeout=30,
-    )  # fmt: skip
+    environment = {"PATH": os.defpath, **environment}
+    done = ran(sys.executable, "-I", command, *arguments, env=environment)
     return dict(line.split("=", 1) for line in done.stdout.splitlines())
 
 
@@ -107,6 +108,13 @@ def services(name: str) -> dict[str, dict[str, Any]]:
     return found
 
 
+def check(nodes: Path, settings: Path, status: int = 0, **environment: str) -> None:
+    """Check these files as a container's gateway would; it must end with this status."""
+    command = (sys.executable, "-m", "gateway", "check", "--host", "0.0.0.0")
+    files = ("--nodes", nodes, "--config", settings)
+    ran(*command, *files, status=status, env=os.environ | environment)
+
+
 @pytest.mark.parametrize("name", COMPOSE)
 def test_ports_are_published_on_loopback_alone_and_the_admin_page_is_among_them(name: str) -> None:
     every = services(name)
@@ -127,20 +135,115 @@ def test_the_key_of_the_admin_page_is_made_once_and_the_settings_take_it(tmp_pat
 
     def make() -> str:
         command = [*one["entrypoint"], script.replace("$$", "$"), str(path)]
-        subprocess.run(command, check=True, timeout=30)
+        ran(*command)
         assert path.stat().st_mode & 0o777 == 0o600
         return path.read_text()
 
-    def check() -> subprocess.CompletedProcess[str]:
-        files = {"NODES": CONTAINER / "config/nodes.yaml", "CONFIG": tmp_path / "gateway.yaml"}
-        return subprocess.run(
-            [sys.executable, "-m", "gateway", "check", "--host", "0.0.0.0"],
-            env=os.environ | {f"LLAMA_GATEWAY_{key}": str(file) for key, file in files.items()},
-            capture_output=True, text=True, check=False, timeout=60,
-        )  # fmt: skip
-
-    assert check().returncode == 2, "without its key the gateway does not start"
+    files = CONTAINER / "config/nodes.yaml", tmp_path / "gateway.yaml"
+    check(*files, status=2)  # without its key the gateway does not start
     key = make()
     assert len(key.strip()) >= 40
     assert make() == key
-    assert check().returncode == 0, check().stderr
+    check(*files)
+
+
+# For a cluster.
+
+SCRIPT = DEPLOY / "cluster/certificates.sh"
+needs_openssl = pytest.mark.skipif(not shutil.which("openssl"), reason="no openssl")
+
+
+def make(folder: Path, *words: str, **environment: str) -> list[str]:
+    """Run the script; what it has made."""
+    return ran(SCRIPT, folder, *words, env={**os.environ, **environment}).stdout.split()
+
+
+def context(folder: Path, name: str, purpose: ssl.Purpose) -> ssl.SSLContext:
+    """One side that shows its certificate and wants to see the other's."""
+    made = ssl.create_default_context(purpose, cafile=str(folder / "ca.pem"))
+    made.load_cert_chain(folder / f"{name}.pem", folder / f"{name}.key")
+    made.verify_flags |= ssl.VERIFY_X509_STRICT
+    made.verify_mode = ssl.CERT_REQUIRED
+    return made
+
+
+def handshake(folder: Path, client: str, server: str, host: str) -> list[set[Any]]:
+    """The names that client and server have seen in each other's certificates."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    asking = context(folder, client, ssl.Purpose.SERVER_AUTH).wrap_bio(
+        to_client, to_server, server_hostname=host
+    )
+    answering = context(folder, server, ssl.Purpose.CLIENT_AUTH).wrap_bio(
+        to_server, to_client, server_side=True
+    )
+    waiting = [asking, answering]
+    for _ in range(8):
+        for side in list(waiting):
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+            waiting.remove(side)
+        if not waiting:
+            break
+    seen = [side.getpeercert() for side in (asking, answering)]
+    assert all(seen)
+    return [set((one or {})["subjectAltName"]) for one in seen]
+
+
+@needs_openssl
+def test_two_members_know_each_other_by_their_own_certificates(tmp_path: Path) -> None:
+    assert make(tmp_path, "gw-a", "10.0.0.1") == ["ca.pem", "gw-a.pem"]
+    assert make(tmp_path, "gw-b", "fd00::2", "gw-b.example.org") == ["gw-b.pem"]
+    server, client = handshake(tmp_path, "gw-a", "gw-b", "gw-b.example.org")
+    assert {("DNS", "gw-b"), ("DNS", "gw-b.example.org")} < server
+    assert client == {("DNS", "gw-a"), ("IP Address", "10.0.0.1")}
+    with pytest.raises(ssl.SSLCertVerificationError):
+        handshake(tmp_path, "gw-a", "gw-b", "gw-c")
+    # Of another authority.
+    make(tmp_path / "other", "gw-b")
+    assert {one.stat().st_mode & 0o077 for one in (tmp_path / "other").iterdir()} == {0}
+    assert (tmp_path / "other").stat().st_mode & 0o077 == 0
+    for kind in ("key", "pem"):
+        shutil.copy(tmp_path / f"other/gw-b.{kind}", tmp_path)
+    with pytest.raises(ssl.SSLCertVerificationError):
+        handshake(tmp_path, "gw-a", "gw-b", "gw-b")
+
+
+@needs_openssl
+def test_a_certificate_is_renewed_in_time_and_when_its_names_change(tmp_path: Path) -> None:
+    make(tmp_path, "gw-a", "10.0.0.1", DAYS="90")
+    assert make(tmp_path, "gw-a", "10.0.0.1", DAYS="90") == []
+    assert make(tmp_path, "gw-a", "10.0.0.1", DAYS="300") == ["gw-a.pem"]  # 90 of 300 are left
+    assert make(tmp_path, "gw-a", "10.0.0.2", DAYS="300") == ["gw-a.pem"]
+    (tmp_path / "ca.key").unlink()
+    assert make(tmp_path, "gw-a", "10.0.0.2", DAYS="300") == ["ca.pem", "gw-a.pem"]
+
+
+@pytest.mark.parametrize("name", ["", "../gw-a", "ca", ".gw", "gw a", "gw-a/x"])
+def test_names_that_are_no_members_are_refused(tmp_path: Path, name: str) -> None:
+    ran(SCRIPT, tmp_path / "made", name, status=2)
+    assert not (tmp_path / "made").exists()
+
+
+def test_the_written_configuration_of_haproxy_is_that_of_the_template() -> None:
+    pytest.importorskip("jinja2", reason="`make dev` installs it")
+    assert RENDERED.read_text() == configuration(), (
+        "run: python -m tests.deploy.balancer_files --write"
+    )
+
+
+@needs_openssl
+def test_the_settings_of_compose_are_good(tmp_path: Path) -> None:
+    """Each container's host name is its member's; here it is this machine's."""
+    member = socket.gethostname()
+    make(tmp_path, member)
+    for kind in ("key", "pem"):
+        (tmp_path / f"{member}.{kind}").rename(tmp_path / f"member.{kind}")
+    (tmp_path / "admin.key").write_text("made-by-compose\n")
+    shipped = DEPLOY / "container/cluster"
+    settings = (shipped / "gateway.yaml").read_text()
+    for path in ("/etc/llama-gateway-member", "/srv/files"):
+        settings = settings.replace(path, str(tmp_path))
+    (tmp_path / "gateway.yaml").write_text(settings)
+    check(shipped / "nodes.yaml", tmp_path / "gateway.yaml", STORE_PASSWORD="a-word")

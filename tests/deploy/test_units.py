@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gateway.local.topology import read_topology, topology_as_dict
-from tests.deploy.control import PLAYBOOKS, ansible_programs
+from tests.deploy.control import PLAYBOOKS, play_here
 from tests.local.machine import (
     ALTRA,
     EPYC,
@@ -20,6 +19,7 @@ from tests.local.machine import (
     make_machine,
     two_sockets_with_smt,
 )
+from tests.processes import ran
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
 
@@ -83,6 +83,7 @@ Features\t: fp asimd evtstrm aes crc32
 CPU implementer\t: 0x41
 CPU architecture: 8
 """
+HOST = "epyc-a,"
 ONE_SOCKET = [[[0], [1]]]
 TWO_SOCKETS = two_sockets_with_smt()
 
@@ -110,24 +111,8 @@ def units(
         "llama_node_program": "/opt/llama-node/1",
         **variables,
     }
-    run(tmp_path, play, settings)
+    play_here(tmp_path, play, settings, HOST)
     return {path.name: path.read_text() for path in sorted(made.iterdir())}
-
-
-def run(tmp_path: Path, tasks: str, variables: dict[str, Any]) -> None:
-    """Run a play on this machine in place of the host epyc-a."""
-    play = tmp_path / "play.yml"
-    play.write_text(tasks)
-    settings = {"ansible_python_interpreter": "python3", **variables}
-    program = str(ansible_programs() / "ansible-playbook")
-    subprocess.run(
-        [program, "-i", "epyc-a,", str(play), "-e", json.dumps(settings)],
-        cwd=PLAYBOOKS,
-        check=True,
-        timeout=100,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
 
 
 def test_each_socket_has_its_server_bound_to_its_cores_and_memory(tmp_path: Path) -> None:
@@ -162,14 +147,6 @@ def test_a_server_on_one_socket_is_not_pinned(tmp_path: Path) -> None:
     assert "CPUAffinity" not in text
     assert "--no-mmap" not in text
     assert "--slots 5 --ctx 20480 --threads 2 " in text
-
-
-def test_a_server_requires_the_hosts_key_which_no_process_shows(tmp_path: Path) -> None:
-    (text,) = units(tmp_path, ONE_SOCKET).values()
-    assert " --api-key-file /var/lib/llama-node/api.key" in text
-    assert "\nEnvironment=LLAMA_NODE_KEYS=0123456789abcdef\n" in text
-    (text,) = units(tmp_path, ONE_SOCKET, llama_node_key=False).values()
-    assert "key" not in text.lower()
 
 
 MODELS: list[dict[str, Any]] = [
@@ -267,9 +244,9 @@ NO_MODEL = {"llama_node_model_file": ""}
 def test_variables_that_can_not_work_are_refused(
     tmp_path: Path, variables: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(subprocess.CalledProcessError) as failed:
-        run(tmp_path, REFUSALS, {"llama_node_model_file": "m.gguf", **variables})
-    assert words in " ".join(failed.value.stdout.split())
+    given = {"llama_node_model_file": "m.gguf", **variables}
+    told = play_here(tmp_path, REFUSALS, given, HOST, status=2)
+    assert words in " ".join(told.split())
 
 
 def test_systemd_accepts_every_line_and_the_unit_is_hardened(tmp_path: Path) -> None:
@@ -281,20 +258,10 @@ def test_systemd_accepts_every_line_and_the_unit_is_hardened(tmp_path: Path) -> 
         # This machine has neither the program nor the user.
         here = re.sub(r"(?m)^User=.*$", "User=daemon", text)
         unit.write_text(here.replace("=/opt/llama-node/1/bin/python ", "=/bin/sh "))
-        result = subprocess.run(
-            ["systemd-analyze", "verify", str(unit)],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        result = ran("systemd-analyze", "verify", unit, status=None)
         # Without a running systemd it prints this, too.
         assert not [line for line in result.stderr.splitlines() if name in line], result.stderr
-        subprocess.run(
-            ["systemd-analyze", "security", "--offline=true", "--threshold=20", str(unit)],
-            check=True,
-            timeout=60,
-        )
+        ran("systemd-analyze", "security", "--offline=true", "--threshold=20", unit)
 
 
 def test_llama_cpp_is_built_for_the_instructions_that_the_cpu_has(tmp_path: Path) -> None:
@@ -313,11 +280,8 @@ def test_llama_cpp_is_built_for_the_instructions_that_the_cpu_has(tmp_path: Path
         machines.append({"name": name, "architecture": architecture, "topology": topology})
     written = tmp_path / "switches.json"
     variables = str(PLAYBOOKS / "roles/llama_node/vars/main.yml")
-    run(
-        tmp_path,
-        SWITCHES,
-        {"machines": machines, "variables": variables, "written": str(written)},
-    )
+    settings = {"machines": machines, "variables": variables, "written": str(written)}
+    play_here(tmp_path, SWITCHES, settings, HOST)
     given: dict[str, list[str]] = json.loads(written.read_text())
 
     def on(name: str) -> set[str]:

@@ -8,17 +8,19 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 import httpx
-from starlette.types import Receive, Scope, Send
 
 from gateway.app.assembly import Gateway
 from gateway.app.edge import request_handler
 from gateway.edges.brain import Brain, EdgeSession
 from gateway.edges.edge import EdgeServices
+from gateway.edges.passing import Passing, over_channel
+from gateway.edges.sockets import PassedOn, SocketChannel, ToBrain, ToEdge, channel_pair
 from gateway.events import EdgeLost
 from gateway.http.listener import Listener
 from gateway.http.protocol import protocol_class
 from gateway.web.handler import RequestHandler
 from tests.gateways import NO_TLS, Running, until
+from tests.known import known
 
 
 def a_brain(gateway: Gateway, *, clustered: bool = False) -> Brain:
@@ -46,20 +48,29 @@ class Edge:
     """What broke off then, as the brain has told."""
 
 
-async def _nothing_else(_: Scope, __: Receive, send: Send) -> None:
-    await send({"type": "http.response.start", "status": 404, "headers": []})
-    await send({"type": "http.response.body", "body": b""})
-
-
 @contextlib.asynccontextmanager
 async def serving(
-    services: EdgeServices, handler: RequestHandler
+    running: Running, services: EdgeServices, handler: RequestHandler
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """Have the handler serve the edge's clients, of whom this is one."""
+    """Have the handler serve the edge's clients, of whom this is one.
+
+    All else is passed on to the gateway's public listener.
+    """
+    ours, theirs = channel_pair()
+    public = known(running.gateway.public_listener)
+
+    def adopt(message: ToBrain, sock: socket.socket | None) -> None:
+        assert isinstance(message, PassedOn)
+        known(sock).setblocking(False)
+        public.adopt(known(sock), message.origin)
+
+    of_brain: SocketChannel[ToBrain] = SocketChannel(ours, ToBrain, adopt, lambda: None)
+    of_edge: SocketChannel[ToEdge] = SocketChannel(theirs, ToEdge, lambda *_: None, lambda: None)
     sock = socket.create_server(("127.0.0.1", 0))
     sock.setblocking(False)
     protocol = protocol_class(services.settings.limits, handler.serve)
-    listener = Listener(_nothing_else, sock, protocol=protocol, keep_alive=60.0)
+    passing = Passing(over_channel(of_edge))
+    listener = Listener(passing, sock, protocol=protocol, keep_alive=60.0)
     listener.open()
     try:
         async with httpx.AsyncClient(
@@ -68,6 +79,8 @@ async def serving(
             yield client
     finally:
         await listener.close()
+        of_edge.close()
+        of_brain.close()
         await services.aclose()
 
 
@@ -88,7 +101,7 @@ async def an_edge(
     await services.wait_ready(10.0)
     handler = request_handler(services, services.settings)
     try:
-        async with serving(services, handler) as client:
+        async with serving(running, services, handler) as client:
             try:
                 yield Edge(services, session, handler, client, lost, broken)
             finally:

@@ -1,34 +1,49 @@
-"""An edge of a cluster between two brains: what waits and runs goes on, and nothing gets lost."""
+"""What an edge asks its brain and tells it, and how all goes on between two brains.
+
+The edge is real, and so are the links; a brain does what the test says.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from msgspec.json import encode
+from msgspec.structs import replace
 
+from gateway import errors
+from gateway.callers.keys import AnonymousAccess
 from gateway.callers.limits import Reservation
 from gateway.edges import carried, messages
-from gateway.edges.edge import GREETED_SECONDS, EdgeServices
+from gateway.edges.edge import EXCUSE_SECONDS, GREETED_SECONDS, EdgeServices
 from gateway.errors import GatewayError
 from gateway.events import RequestRecord
 from gateway.lease import (
     NOTHING_TRIED,
     AttemptReport,
+    ExpectedReading,
     GrantedLease,
     QueuePosition,
+    Tried,
     Usage,
     UsageReport,
 )
 from gateway.terms import Caller, Priority
-from tests.edges.fake_brain import FakeBrain, a_clustered_edge
+from gateway.transport.link import EdgeLink
+from gateway.transport.pool import ConnectionPool
+from tests.forward.granted_lease import a_node_info
 from tests.gateways import until
 from tests.lease_requests import a_lease_request
 from tests.virtual import in_virtual_time, now
+
+M = TypeVar("M")
+ROUTE = messages.NodeRoute("127.0.0.1", 9, b"", b"host: x\r\n", None, None, 1)
 
 
 def a_key(id_: str) -> messages.KeyOnWire:
@@ -41,6 +56,63 @@ def a_key(id_: str) -> messages.KeyOnWire:
 CALLER = Caller("anonymous:1.2.3.4", "anonymous", Priority.NORMAL, anonymous=True)
 
 
+class FakeBrain:
+    """Greets, and notes what it is told; grants, adopts and books when it is called for that."""
+
+    def __init__(self, epoch: int = 1) -> None:
+        self.epoch = epoch
+        self.keys: tuple[messages.KeyOnWire, ...] = ()
+        self.told: list[Any] = []
+        self.lost: list[str] = []
+        self.greets = True
+        self.link: EdgeLink
+        self._lease_ids = itertools.count(epoch << 33)
+
+    async def link_to(self, services: EdgeServices) -> None:
+        ours, theirs = socket.socketpair()
+        self.link = EdgeLink(messages.ToBrain, self.receive, self.lost.append, now)
+        await EdgeLink.over(ours, self.link)
+        services.relink(theirs)
+
+    async def lead(self, services: EdgeServices) -> None:
+        """The same, and wait until it has told all that it carries."""
+        await self.link_to(services)
+        await until(lambda: self.all(messages.Carried))
+
+    def cut(self) -> None:
+        assert self.link._transport is not None
+        self.link._transport.abort()
+
+    def receive(self, message: Any) -> None:
+        self.told.append(message)
+        if isinstance(message, messages.Hello) and self.greets:
+            tell = self.link.tell
+            of_all = b"{}", b"k" * 32, True, 1, self.epoch, 1.0
+            tell(messages.Configuration(messages.VERSION, *of_all))
+            tell(messages.Keys(self.keys, (), True, AnonymousAccess(), last=True))
+            tell(messages.NO_MODELS)
+            tell(messages.NodeMet(a_node_info("a"), ROUTE))
+
+    def all(self, kind: type[M]) -> list[M]:
+        return [one for one in self.told if isinstance(one, kind)]
+
+    async def last(self, kind: type[M], count: int = 1) -> M:
+        await until(lambda: len(self.all(kind)) >= count, seen=lambda: f"{self.told}")
+        return self.all(kind)[-1]
+
+    def a_grant(self, ask: int, *, shares_pool: bool = False) -> messages.Granted:
+        lease_id, reading = next(self._lease_ids), ExpectedReading(10, 1.0, 2.0)
+        return messages.Granted(
+            ask, lease_id, "a", "demo", "demo.gguf", True, reading, 1, None, shares_pool, None
+        )
+
+    def grant(self, ask: int, **more: bool) -> int:
+        """Grant a lease for this ask; returns its id."""
+        grant = self.a_grant(ask, **more)
+        self.link.tell(grant)
+        return grant.id
+
+
 @dataclass(slots=True)
 class At:
     """An edge under test, with its first brain."""
@@ -51,7 +123,9 @@ class At:
     records: dict[str, RequestRecord] = field(default_factory=dict)
     tasks: list[asyncio.Task[GrantedLease]] = field(default_factory=list)
 
-    def ask(self, id_: str = "req_1", **fields: Any) -> asyncio.Task[GrantedLease]:
+    def ask(
+        self, id_: str = "req_1", tried: Tried = NOTHING_TRIED, **fields: Any
+    ) -> asyncio.Task[GrantedLease]:
         services, came_at = self.services, now()
         request = a_lease_request(id_, caller=CALLER.id, **fields)
         if id_ not in self.records:
@@ -59,14 +133,16 @@ class At:
             record.request_id = id_
             accounts = services.meter.book.accounts(CALLER)
             self.reservations[id_] = services.meter.admit(accounts, request, record)
-        waits = services.scheduler.wait_for_lease(request, NOTHING_TRIED, now() - came_at)
+        waits = services.scheduler.wait_for_lease(request, tried, now() - came_at)
         self.tasks.append(asyncio.create_task(waits))
         return self.tasks[-1]
 
-    async def granted(self, id_: str = "req_1", *, starts: bool = True) -> int:
+    async def granted(self, id_: str = "req_1", *, starts: bool = True, **more: bool) -> int:
         before = len(self.brain.all(messages.AskLease))
         asking = self.ask(id_)
-        lease_id = self.brain.grant((await self.brain.last(messages.AskLease, before + 1)).ask)
+        lease_id = self.brain.grant(
+            (await self.brain.last(messages.AskLease, before + 1)).ask, **more
+        )
         assert (await asking).id == lease_id
         if starts:
             assert self.services.scheduler.may_start(lease_id)
@@ -99,9 +175,11 @@ class At:
 
 @asynccontextmanager
 async def an_edge() -> AsyncIterator[At]:
-    brain = FakeBrain()
-    services = await a_clustered_edge(brain)
-    at = At(services, brain)
+    at = At(EdgeServices("gw-a/edge-1", clustered=True, clock=now), FakeBrain())
+    services = at.services
+    await at.brain.lead(services)
+    await services.wait_ready(10.0)
+    await asyncio.sleep(0)
     try:
         yield at
     finally:
@@ -126,6 +204,105 @@ async def test_an_edge_waits_for_its_first_brain_as_long_as_it_takes() -> None:
     await services.aclose()
     await until(lambda: brain.lost)
     assert isinstance(brain.told[-1], messages.Leaving)
+
+
+# Under one brain.
+
+
+@pytest.mark.parametrize("granted", [True, False])
+@in_virtual_time
+async def test_a_lease_that_comes_as_or_after_the_client_leaves_is_given_back_once(
+    granted: bool,
+) -> None:
+    async with an_edge() as at:
+        told, asking = len(at.brain.told), at.ask()
+        grant = at.brain.a_grant((await at.brain.last(messages.AskLease)).ask)
+        if granted:
+            at.services.scheduler.granted(grant)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        if not granted:
+            at.services.scheduler.granted(grant)
+        given_back = await at.brain.last(messages.GiveBack)
+        assert (given_back.lease_id, given_back.late) == (grant.id, False)
+        kinds = [type(one) for one in at.brain.told[told:]]
+        withdrawn = [] if granted else [messages.Withdraw]
+        assert kinds == [messages.AskLease, *withdrawn, messages.GiveBack]
+
+
+@in_virtual_time
+async def test_a_request_that_is_ended_or_shed_while_it_waits_withdraws_its_question() -> None:
+    async with an_edge() as at:
+        scheduler, error = at.services.scheduler, errors.superseded()
+        asking = at.ask()
+        await at.brain.last(messages.AskLease)
+        assert not scheduler.refuse("another", error)
+        assert scheduler.refuse("req_1", error)
+        with pytest.raises(GatewayError):
+            await asking
+        await at.brain.last(messages.Withdraw)
+        assert not scheduler.refuse("req_1", error)
+        # Only what has not been at a node is shed.
+        at.ask("retried", Tried(failed_nodes=frozenset({"a"})))
+        at.ask("part.1", admitted=True)
+        at.ask("fresh")
+        await at.brain.last(messages.AskLease, 4)
+        shed = [scheduler.shed(id_, error) for id_ in ("retried", "part.1", "fresh", "gone")]
+        assert shed == [False, False, True, False]
+
+
+@in_virtual_time
+async def test_whether_silence_is_excused_is_asked_and_holds_for_a_while() -> None:
+    async with an_edge() as at:
+        lease_id = await at.granted()
+
+        def excused() -> bool | None:
+            return at.services.scheduler.is_silence_excused(lease_id)
+
+        for count, answer in ((1, True), (2, False)):
+            assert (excused(), excused()) == (None, None)
+            asked = await at.brain.last(messages.AskExcused, count)
+            at.brain.link.tell(messages.NodeAnswer(asked.ask, answer))
+            await until(lambda: excused() is not None)
+            assert excused() is answer
+            assert len(at.brain.all(messages.AskExcused)) == count
+            await asyncio.sleep(EXCUSE_SECONDS)
+
+
+@in_virtual_time
+async def test_a_full_pool_is_believed_of_a_node_that_has_more_work() -> None:
+    async with an_edge() as at:
+        scheduler = at.services.scheduler
+        first = await at.granted("one")
+        assert not scheduler.pool_overflowed(first)
+        assert (await at.brain.last(messages.LeaseNews)).what == "pool_overflowed"
+        second = await at.granted("two")
+        assert scheduler.pool_overflowed(first)
+        scheduler.ended(AttemptReport(second, "ok", 200, True, True, False))
+        assert not scheduler.pool_overflowed(first)
+        assert scheduler.pool_overflowed(await at.granted("three", shares_pool=True))
+
+
+@in_virtual_time
+async def test_connections_to_a_node_are_kept_until_its_route_changes() -> None:
+    async with an_edge() as at:
+        nodes = at.services._nodes
+
+        def connections(route: messages.NodeRoute, **more: Any) -> ConnectionPool:
+            nodes.meet(messages.NodeMet(a_node_info("a", **more), route))
+            found = nodes.by_name["a"].connections
+            assert isinstance(found, ConnectionPool)
+            return found
+
+        before = nodes.by_name["a"].connections
+        assert connections(ROUTE, context=512) is before
+        after = connections(replace(ROUTE, version=2))
+        assert (before.closed, after.closed) == (True, False)
+        nodes.forget("a")
+        assert after.closed
+        # A node whose TLS files are gone is met all the same.
+        without_files = connections(replace(ROUTE, tls={"ca": "/nowhere/ca.pem"}))
+        assert without_files.address.tls is not None
 
 
 # What waits.

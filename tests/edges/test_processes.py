@@ -19,7 +19,7 @@ import pytest
 import trustme
 
 from tests.emulator import EmulatedNode
-from tests.gateway_processes import LIMIT, Succession, serving
+from tests.gateway_processes import LIMIT, asked, client_of, serving
 from tests.gateways import until
 from tests.polling import eventually
 from tests.processes import gone
@@ -31,10 +31,6 @@ EDGES = {"listen": {"port": 0, "edges": 2}}
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 STREAM = HELLO | {"stream": True, "max_tokens": 40}
-
-
-def http(url: str, **options: Any) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=url, trust_env=False, timeout=LIMIT, **options)
 
 
 async def edges_of(admin: httpx.AsyncClient) -> list[dict[str, Any]]:
@@ -56,30 +52,15 @@ def relayed_by(answer: httpx.Response) -> str:
     return answer.headers["x-request-id"][: len("req_") + 16]
 
 
-@contextlib.asynccontextmanager
-async def gateway(
-    folder: Path, node: EmulatedNode, **settings: Any
-) -> AsyncIterator[tuple[Succession, httpx.AsyncClient, httpx.AsyncClient]]:
-    async with (
-        serving(folder, node, settings={**EDGES, **settings}) as line,
-        http(line.url) as client,
-        http(line.admin_url) as admin,
-    ):
-        yield line, client, admin
-
-
 @pytest.mark.smoke
 async def test_streams_are_spread_and_recorded_and_everything_else_works(tmp_path: Path) -> None:
-    async with (
-        EmulatedNode(slots=16) as node,
-        gateway(tmp_path, node) as (line, client, admin),
-    ):
+    async with asked(tmp_path, EmulatedNode(slots=16), **EDGES) as (line, client, admin):
 
         async def ask(number: int) -> list[str]:
             """25 streams on one connection that is kept."""
             by = []
             limits = httpx.Limits(max_connections=1)
-            async with http(line.url, limits=limits) as kept:
+            async with client_of(line.url, limits=limits) as kept:
                 for _ in range(25):
                     answer = await kept.post(CHAT, json=HELLO | {"stream": True})
                     assert answer.text.endswith("data: [DONE]\n\n")
@@ -137,10 +118,8 @@ async def rest(parts: AsyncIterator[bytes]) -> bytes:
 async def test_a_stop_waits_for_streams_and_edges_end_with_their_brain(
     tmp_path: Path, killed: bool
 ) -> None:
-    async with (
-        EmulatedNode(answer_tokens=40) as node,
-        gateway(tmp_path, node) as (line, client, admin),
-    ):
+    node = EmulatedNode(answer_tokens=40)
+    async with asked(tmp_path, node, **EDGES) as (line, client, admin):
         pids = await until_ready(admin)
         if killed:
             await line.kill()
@@ -210,8 +189,8 @@ async def test_streams_through_edges_over_real_servers_and_one_that_dies(
         nodes = [{"name": f"n{number}", "url": url} for number, url in enumerate(urls)]
         async with (
             serving(tmp_path, nodes, settings=EDGES) as line,
-            http(line.url) as client,
-            http(line.admin_url) as admin,
+            client_of(line.url) as client,
+            client_of(line.admin_url) as admin,
             contextlib.AsyncExitStack() as stack,
         ):
             pids = await until_ready(admin)
@@ -226,7 +205,7 @@ async def test_streams_through_edges_over_real_servers_and_one_that_dies(
             by = await asyncio.gather(*(ask() for _ in range(16)))
             assert len(set(by)) == 2
             for url in urls:
-                async with http(url) as node:
+                async with client_of(url) as node:
                     metrics = (await node.get("/metrics")).text
                 assert re.search(r"^llamacpp:requests_deferred 0$", metrics, re.MULTILINE)
 
@@ -236,7 +215,7 @@ async def test_streams_through_edges_over_real_servers_and_one_that_dies(
 
             # Over connections of their own, which are shared out by what runs.
             await eventually(lambda: each_has(0))
-            fresh, endless = await stack.enter_async_context(http(line.url)), BODY | LONG
+            fresh, endless = await stack.enter_async_context(client_of(line.url)), BODY | LONG
             streams = [asyncio.create_task(fresh.post(CHAT, json=endless)) for _ in range(4)]
             await eventually(lambda: each_has(2))
             os.kill(pids[0], signal.SIGKILL)

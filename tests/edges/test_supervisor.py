@@ -57,16 +57,22 @@ class Site:
     edges: Edges
     sessions: Sessions
     adopted: list[tuple[socket.socket, ConnectionOrigin | None]] = field(default_factory=list)
+    clients: list[socket.socket] = field(default_factory=list)
 
-    async def client(self) -> tuple[socket.socket, int]:
-        async with asyncio.timeout(LIMIT):
-            while not self.edges.has_room():  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+    def take(self, count: int) -> list[socket.socket]:
+        """Accept so many connections at once; their clients' ends."""
+        for _ in range(count):
             ours, theirs = socket.socketpair()
             ours.setblocking(False)
+            self.clients.append(ours)
             self.edges.take(theirs)
-            line = await asyncio.get_running_loop().sock_recv(ours, 64)
-        return ours, int(line)
+        return self.clients[-count:]
+
+    async def client(self) -> tuple[socket.socket, int]:
+        """One more client, and the process that has taken its connection."""
+        await until(self.edges.has_room, LIMIT)
+        (ours,) = self.take(1)
+        return ours, await pid_of(ours)
 
 
 def small_edge(*how: str) -> StartProcess:
@@ -96,23 +102,29 @@ async def brain(
     adopted: list[tuple[socket.socket, ConnectionOrigin | None]] = []
     edges = Edges(
         cast("Brain", sessions),
-        lambda sock, origin: adopted.append((sock, origin)),
+        lambda *both: adopted.append(both),
         clock,
         small_edge(*(how or ("",))),
         member,
     )
+    site = Site(edges, sessions, adopted)
     try:
         assert await edges.start(LIMIT if serves else 0.01) is serves
-        yield Site(edges, sessions, adopted)
+        yield site
     finally:
         await edges.aclose()
-        for sock, _ in adopted:
+        for sock in (*site.clients, *(sock for sock, _ in adopted)):
             sock.close()
 
 
 async def received(sock: socket.socket) -> bytes:
     """What comes next over a socket; nothing: it was closed."""
     return await asyncio.wait_for(asyncio.get_running_loop().sock_recv(sock, 64), LIMIT)
+
+
+async def pid_of(sock: socket.socket) -> int:
+    """The process that has taken this client."""
+    return int(await received(sock))
 
 
 async def all_ready(edges: Edges) -> None:
@@ -125,23 +137,16 @@ async def test_each_connection_goes_to_the_edge_with_the_fewest_requests() -> No
         clients = [await site.client() for _ in range(30)]
         assert sorted(Counter(pid for _, pid in clients).values()) == [10, 10, 10]
         # At once, before any edge has said what it has got.
-        pairs = [socket.socketpair() for _ in range(30)]
-        for ours, theirs in pairs:
-            ours.setblocking(False)
-            site.edges.take(theirs)
-        pids = [int(await received(ours)) for ours, _ in pairs]
+        pids = [await pid_of(one) for one in site.take(30)]
         assert sorted(Counter(pids).values()) == [10, 10, 10]
-        for sock in [*(ours for ours, _ in clients), *(ours for ours, _ in pairs)]:
-            sock.close()
 
 
 async def test_what_an_edge_has_not_taken_when_it_dies_goes_to_the_next_one() -> None:
     async with brain(1, "dies", "dies", "") as site:
-        ours, pid = await site.client()
+        _, pid = await site.client()
         assert [one.pid for one in site.edges.sample()] == [pid]
         assert site.edges.died == 2
         assert [name for name, _ in site.sessions.dead] == ["edge-1", "edge-1"]
-        ours.close()
 
 
 @pytest.mark.parametrize("killed", [True, False])
@@ -158,12 +163,10 @@ async def test_an_edge_that_ends_or_whose_link_is_lost_is_started_again(killed: 
             site.sessions.lose[[one.pid for one in site.edges.sample()].index(first)]()
         await until(lambda: site.edges.died == 1, LIMIT)
         # The other one has room meanwhile.
-        ours, pid = await site.client()
+        _, pid = await site.client()
         assert pid in before - {first}
         await all_ready(site.edges)
         assert len({one.pid for one in site.edges.sample()} | before) == 3
-        ours.close()
-        client.close()
 
 
 async def test_an_edge_that_is_held_up_gets_no_more_until_it_goes_on() -> None:
@@ -172,20 +175,12 @@ async def test_an_edge_that_is_held_up_gets_no_more_until_it_goes_on() -> None:
         await all_ready(site.edges)
         stopped, other = (one.pid for one in site.edges.sample())
         os.kill(stopped, signal.SIGSTOP)
-        pairs = [socket.socketpair() for _ in range(10)]
-        for ours, theirs in pairs[:4]:
-            ours.setblocking(False)
-            site.edges.take(theirs)
+        first = site.take(4)
         clock[0] += 1.0
-        for ours, theirs in pairs[4:]:
-            ours.setblocking(False)
-            site.edges.take(theirs)
-        assert {int(await received(ours)) for ours, _ in pairs[4:]} == {other}
+        assert {await pid_of(one) for one in site.take(6)} == {other}
         os.kill(stopped, signal.SIGCONT)
-        takers = Counter([int(await received(ours)) for ours, _ in pairs[:4]])
+        takers = Counter([await pid_of(one) for one in first])
         assert takers == {stopped: 2, other: 2}
-        for ours, _ in pairs:
-            ours.close()
 
 
 async def test_a_request_that_is_passed_on_brings_the_clients_addresses() -> None:
@@ -249,7 +244,7 @@ async def test_the_edges_of_a_member_are_linked_to_each_brain_that_there_is() ->
         await all_ready(site.edges)
         assert None not in {edge.late for edge in edges}
         assert site.sessions.lose == []
-        ours, pid = await site.client()
+        _, pid = await site.client()
         assert pid in {pid for *_, pid in found}
         with contextlib.closing(Links()) as others:
             site.edges.relink(others.connect)
@@ -259,7 +254,6 @@ async def test_the_edges_of_a_member_are_linked_to_each_brain_that_there_is() ->
         await until(lambda: site.edges.died == 1, LIMIT)
         [name] = [name for name, _, its in found if its == pid]
         assert site.sessions.dead == [(name, pid)]
-        ours.close()
 
 
 async def test_an_edge_whose_link_is_taken_away_gets_none_until_there_is_a_brain_again() -> None:
@@ -301,7 +295,5 @@ async def test_all_edges_end_together_and_none_is_started_again(drain: bool) -> 
         assert sorted(site.sessions.told) == ["edge-1", "edge-2"]
         assert site.edges.died == 0
         # One that was accepted just before is served by the brain itself.
-        ours, theirs = socket.socketpair()
-        site.edges.take(theirs)
-        assert site.adopted == [(theirs, None)]
-        ours.close()
+        site.take(1)
+        assert [origin for _, origin in site.adopted] == [None]

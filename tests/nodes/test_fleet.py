@@ -100,6 +100,13 @@ async def test_a_corrected_key_is_tried_at_once_on_new_connections() -> None:
 
 
 @in_virtual_time
+async def test_a_standby_node_that_a_request_would_start_is_usable() -> None:
+    async with a_fleet(a_spec(standby=True, model="m", start=["true"], stop=["true"])) as fleet:
+        await fleet.until_state("a", NodeState.STANDBY)
+        assert fleet.fleet.has_usable_node()
+
+
+@in_virtual_time
 async def test_a_disabled_node_is_not_probed_and_an_enabled_one_before_it_gets_work() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url), interval=60) as fleet:
         fleet.fleet.apply(inventory(a_spec(url=server.url, enabled=False)))
