@@ -194,9 +194,8 @@ class Top(App[None]):
 
     def _show_note(self) -> None:
         silent = self._clock() - self._heard_at
-        lost = self._lost
-        if lost is None and silent > STALE_SECONDS:
-            lost = f"nothing was heard for {silent:.0f} s"
+        unheard = f"nothing was heard for {silent:.0f} s" if silent > STALE_SECONDS else None
+        lost = self._lost or unheard
         note = Text(f"{lost}: what is shown is old" if lost else self._note)
         note.stylize("bold red" if lost else "cyan")
         # While the screen closes its parts go first, and the interval still runs.
