@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from tests import gateway_processes
+from tests.cli.running import run
 from tests.emulator import EmulatedNode
 from tests.emulator.raw_connection import raw_connection
 from tests.gateway_processes import LIMIT, Succession
@@ -162,3 +163,19 @@ async def test_systemd_is_notified(tmp_path: Path) -> None:
             gateway.first.send_signal(signal.SIGTERM)
             await hear("STOPPING=1")
             assert await gateway.status() == 0
+
+
+@pytest.mark.parametrize("flag", ["--port", "--admin-port"])
+def test_a_port_in_use_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    nodes = tmp_path / "nodes.yaml"
+    nodes.write_text("nodes: [{name: n, url: 'http://127.0.0.1:9', calibrate: false}]")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports = {"--port": "0", "--admin-port": "0", flag: str(taken.getsockname()[1])}
+        ran = run("serve", "--nodes", str(nodes), *(word for one in ports.items() for word in one))
+    assert ran.status == 1
+    assert f"127.0.0.1:{ports[flag]}" in ran.err
+    assert flag in ran.err
+    assert "Traceback" not in ran.err

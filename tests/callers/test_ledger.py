@@ -415,6 +415,18 @@ def test_the_clock_of_another_host_makes_nobody_look_dead(hours: float) -> None:
     assert watch.dead([SeenProcess("a.0", "there", 1, 605.0)]) == []
 
 
+def test_a_process_that_shows_itself_again_is_not_dead() -> None:
+    clock = Clock()
+    watch = ProcessWatch(ProcessIdentity("me.0", "here", 1, NOW), clock)
+    assert watch.dead([SeenProcess("me.0", "here", 1, 0.0), SeenProcess("a.0", "x", 1, 5.0)]) == []
+    clock.passes(DEAD_SECONDS - 1)
+    assert watch.dead([SeenProcess("a.0", "x", 1, 6.0)]) == []
+    clock.passes(DEAD_SECONDS - 1)
+    assert watch.dead([SeenProcess("a.0", "x", 1, 6.0)]) == []
+    clock.passes(1)
+    assert watch.dead([gone := SeenProcess("a.0", "x", 1, 6.0)]) == [gone]
+
+
 def test_a_process_of_this_host_is_dead_at_once_if_its_pid_is_free_or_anothers() -> None:
     own = ProcessIdentity.of_this_process(NOW)
     seen = SeenProcess(own.id, own.host, own.pid, NOW)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import tomllib
 import tracemalloc
@@ -10,8 +11,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
+import httptools
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from packaging.requirements import Requirement
 from packaging.version import Version
 from starlette.types import Receive, Scope, Send
@@ -370,3 +375,33 @@ def test_a_cycle_takes_what_the_protocol_gives_it() -> None:
         *("__init__", "drain", "pause_reading", "resume_reading"),
         *("pause_writing", "resume_writing"),
     }, f"uvicorn {INSTALLED} has changed: check gateway/http/connections.py"
+
+
+@given(
+    parts=st.lists(st.binary(min_size=1, max_size=30), max_size=5),
+    more=st.sampled_from([b"", b";a", b"; a=b"]),
+    place=st.integers(0, 200),
+    put=st.sampled_from([*in_bytes(b'\r\n \t;0g\0-+_\x0b"'), b"\r\n"]),
+    instead=st.booleans(),
+)
+def test_a_body_that_is_accepted_means_the_same_to_httptools_and_however_it_is_split(
+    parts: list[bytes], more: bytes, place: int, put: bytes, instead: bool
+) -> None:
+    data = b"".join(b"%x%b\r\n%b\r\n" % (len(part), more, part) for part in parts)
+    data += b"0\r\nA: b\r\n\r\n"
+    assert read(in_bytes(data)) == read([data]) == (b"".join(parts), b"")
+    data = data[:place] + put + data[place + instead :]
+    try:
+        found = read([data])
+    except GatewayError:
+        return
+    assert read(in_bytes(data)) == found
+    if found is not None:
+        body, rest = found
+        head = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+        parsed: list[bytes] = []
+        parser = httptools.HttpRequestParser(SimpleNamespace(on_body=parsed.append))
+        # httptools parses extensions, and what follows.
+        with contextlib.suppress(httptools.HttpParserError):
+            parser.feed_data(head + data[: len(data) - len(rest)])
+            assert b"".join(parsed) == body

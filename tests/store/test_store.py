@@ -627,3 +627,17 @@ def test_a_session_that_the_server_ends_is_opened_anew(postgres: PostgresServer)
             store.run_now(add("lost"))
         comes_back(store)
         assert store.run_now(count) == 2
+
+
+def test_sqlite_is_set_up_for_several_processes(tmp_path: Path) -> None:
+    with opened(f"sqlite:///{tmp_path}/gateway.db") as store:
+        pragmas = {
+            name: store.run_now(lambda c, name=name: c.execute(text(f"PRAGMA {name}")).scalar())  # type: ignore[misc]
+            for name in ("journal_mode", "synchronous", "busy_timeout", "auto_vacuum")
+        }
+    assert pragmas == {
+        "journal_mode": "wal",
+        "synchronous": 1,  # NORMAL
+        "busy_timeout": 2000,
+        "auto_vacuum": 2,  # INCREMENTAL
+    }

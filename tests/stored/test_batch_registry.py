@@ -876,3 +876,41 @@ async def test_two_processes_together_keep_no_more_than_one_may(
         assert await kept(one) == await kept(two) == KB
         kept_files = await one.store.run(count(files))
         assert kept_files == len(one.kept("file")) + len(two.kept("file"))
+
+
+async def test_a_folder_that_fills_in_the_middle_delays_results_and_loses_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.stored.results.RETRY_SECONDS", 0.01)
+    room = [1 << 30]
+    options = {"most_bytes": lambda: room[0]}
+    url = f"sqlite:///{tmp_path}/gateway.db"
+    async with batch_place(url, tmp_path / "kept", folder_options=options) as here:
+        batch = await begun(here, 40)
+        task, rows = asyncio.create_task(here.results.run()), await here.claim()
+        room[0] = 1
+        added = [here.results.add(row, answer(row, here.process.id)) for row in rows]
+        waiting = [asyncio.create_task(one) for one in added[:20]]
+        with capture_logs() as told:
+            await until(lambda: here.results.problem is not None)
+            assert (await here.find(batch)).pause_reason == "storage_full"
+            await here.round()
+        assert [one["event"] for one in told].count("results wait for the disk") == 1
+        assert (await here.find(batch)).pause_reason == "storage_full"
+        assert not any(one.done() for one in waiting)
+        room[0] = 1 << 30
+        assert all(await asyncio.gather(*waiting, *added[20:]))
+        # The final file finds no room.
+        room[0] = 1
+        await here.settle()
+        full = await here.find(batch)
+        assert (full.state, full.pause_reason) == (BatchState.FINALIZING, "storage_full")
+        assert here.kept("file") == [batch.input_file]
+        room[0] = 1 << 30
+        await here.settle()
+        ended = await here.find(batch)
+        assert (ended.state, ended.completed) == (BatchState.COMPLETED, 40)
+        found = await here.output(batch)
+        assert [one["custom_id"] for one in found] == [f"c{n}" for n in range(40)]
+        assert await here.store.run(count(usage)) == 40
+        task.cancel()

@@ -106,6 +106,21 @@ async def test_a_row_has_the_response_that_a_client_would_get(tmp_path: Path, pa
 
 
 @in_virtual_time
+async def test_an_error_is_a_result_in_the_form_of_its_api(tmp_path: Path) -> None:
+    async with a_proxy(tmp_path, EmulatedNode()) as (_, app):
+        outcome = await run(app, model="gpt-nothing")
+        assert (outcome.status, outcome.error_code) == (404, "model_not_found")
+        assert json.loads(outcome.content)["error"]["code"] == "model_not_found"
+        outcome = await run(app, a_row("/v1/messages"), max_tokens="many")
+        assert outcome.status == 400
+        assert json.loads(outcome.content)["type"] == "error"
+        outcome = await app.background.runner.run(a_row(), b'{"messages": ')
+        assert (outcome.status, outcome.error_code) == (400, "invalid_json")
+        outcome = await run(app, a_row("/v1/audio/transcriptions"))
+        assert (outcome.status, outcome.error_code) == (404, "not_found")
+
+
+@in_virtual_time
 async def test_a_caller_without_a_key_owns_rows_only_where_no_key_is_needed(tmp_path: Path) -> None:
     for keys, status in (([], 200), ([key()], 401)):
         async with a_proxy(tmp_path, EmulatedNode(), keys=keys) as (_, app):

@@ -260,3 +260,19 @@ async def test_a_path_may_have_a_query_escapes_or_a_host(gate: Public, path: str
     assert found.status == 200
     assert gate.node.seen[-1].path == CHAT
     assert gate.node.seen[-1].query == ""
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+async def test_an_upgrade_request_is_served_as_plain_http(gate: Public, protocol: str) -> None:
+    fields = ["Connection: Upgrade, HTTP2-Settings", f"Upgrade: {protocol}", "HTTP2-Settings: AAM"]
+    data = request({**HELLO, "max_tokens": 1, "padding": "x" * 100_000}, *fields)
+    async with raw_connection(gate.url) as wire:
+        for start in range(0, len(data), 30_000):
+            await wire.send(data[start : start + 30_000])
+            await asyncio.sleep(0.01)
+        assert (await answer(wire)).status == 200
+        await wire.send(request({**HELLO, "max_tokens": 1}))
+        assert (await answer(wire)).status == 200
+    seen = gate.node.seen[0]
+    assert not {"upgrade", "http2-settings"} & set(seen.headers)
+    assert len(seen.body) > 100_000
