@@ -535,8 +535,7 @@ async def test_rows_of_a_process_that_was_killed_without_a_store_are_booked_by_t
     async with beside(killed.worker.run(), killed.keep_rows()):
         for number in range(3):
             killed.add(a_row(f"r{number}"))
-        # They are written by one write, behind the file's creation.
-        await until(lambda: [*folder.glob("*.rows")] and rows_in(folder / "p1.0.rows"))
+        await until(lambda: killed.booked == 3)
     known(killed.kept).close()
     following = world.ledger(kept=KeptRows(folder, "p2.0"))
     await following.start(10.0)
