@@ -608,7 +608,8 @@ class PlanQuestion:
         completions = [wait + job.ended - job.began for wait, job in after]
         began = max(job.began for job in fleet.jobs)
         prompts, written = (
-            sum(job.prompt.tokens for job in counted), sum(job.output for job in counted)
+            sum(job.prompt.tokens for job in counted),
+            sum(job.output for job in counted),
         )
         shares = []
         for low, high in pairwise(accumulate((part.servers for part in parts), initial=0)):

@@ -13,7 +13,7 @@ import json
 import math
 import random
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -123,14 +123,14 @@ def from_inventory(
     unsized: list[str] = []
     guessed: list[str] = []
     memory = host_memory(inventory.nodes)
-    held: dict[str | None, dict[str, NodeSpeeds]] = {}  # by router: what is known of its models
+    # By router: what is known of its models.
+    held: defaultdict[str | None, dict[str, NodeSpeeds]] = defaultdict(dict)
     for name, one in speeds.items():
-        for model in one.models or (name.partition("/")[2],):
-            held.setdefault(one.router, {})[model] = one
+        held[one.router] |= dict.fromkeys(one.models or (name.partition("/")[2],), one)
     for node in inventory.nodes:
         if not node.enabled or node.standby:
             continue
-        own, models = speeds.get(node.name, NodeSpeeds(node.name)), held.get(node.name, {})
+        own, models = speeds.get(node.name, NodeSpeeds(node.name)), held[node.name]
         known = {
             model: (one.prefill_tps, one.decode_tps)
             for model, one in models.items()
@@ -143,9 +143,9 @@ def from_inventory(
             raise FleetError(
                 f"the inventory says no `memory` of {node.host}, whose models are loaded on demand"
             )
-        slots = node.slots or own.slots
-        if is_router and not slots:
-            slots = max((one.slots or 0 for one in models.values()), default=0)
+        slots = (
+            node.slots or own.slots or max((one.slots or 0 for one in models.values()), default=0)
+        )
         if not slots:
             unsized.append(node.name)
         if not known and (own.prefill_tps is None or own.decode_tps is None):
@@ -303,19 +303,17 @@ def placed_models(placements: Sequence[Mapping[str, Any]]) -> list[SimulatedMode
 
     One that was never loaded is taken to be as large as the largest. Raises FleetError.
     """
-    rows: dict[str, list[Mapping[str, Any]]] = {}
+    seconds: defaultdict[str, list[float]] = defaultdict(list)
+    sizes = Counter[str]()
     try:
         for row in placements:
-            rows.setdefault(str(row["model"]), []).append(row)
-        sizes = {name: max(one["memory"] or 0 for one in found) for name, found in rows.items()}
+            name = str(row["model"])
+            seconds[name].append(max(0.1, row["expected_load_seconds"]))
+            sizes[name] = max(sizes[name], row["memory"] or 0)
         largest = max(sizes.values(), default=0)
         models = [
-            SimulatedModel(
-                name,
-                sizes[name] or largest,
-                fmean(max(0.1, one["expected_load_seconds"]) for one in found),
-            )
-            for name, found in rows.items()
+            SimulatedModel(name, sizes[name] or largest, fmean(found))
+            for name, found in seconds.items()
         ]
     except (KeyError, TypeError, ValueError):
         raise FleetError("the placements are of another version of the gateway") from None
@@ -336,7 +334,7 @@ def with_shares(models: Sequence[SimulatedModel], seed: int) -> list[SimulatedMo
 
 def check_fit(nodes: Sequence[SimulatedMachine], models: Sequence[SimulatedModel]) -> None:
     """Raise FleetError unless each model fits on a router, or a plain server has it."""
-    if all(not node.memory for node in nodes):
+    if not any(node.memory for node in nodes):
         raise FleetError(
             f"{nodes[0].name} has no memory for models: write 2x2@40:600/48GiB, `memory` in the "
             "inventory, or --memory 48GiB"
@@ -518,7 +516,7 @@ class RouterFleet(SimulatedFleet):
 
     def places_for(self, model: str) -> list[int]:
         """The instances of a model that fit."""
-        return [index for index in self.able(model) if self.fits(index)]
+        return list(filter(self.fits, self.able(model)))
 
     def hold(self, index: int) -> None:
         """Take the memory of an instance."""
@@ -586,9 +584,8 @@ def random_placements(
         else:
             indexes = [index for index, one in enumerate(placed.instances) if one.model]
             rng.shuffle(indexes)
-            for index in indexes:
-                if placed.fits(index):
-                    placed.hold(index)
+            for index in filter(placed.fits, indexes):
+                placed.hold(index)
             yield frozenset(placed.held)
 
 
