@@ -19,9 +19,10 @@ import threading
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from gateway.local.gguf import TENSOR_TYPES, TYPE_NUMBERS, ModelFile, ModelShape, Tensor
 from gateway.local.memory import (
@@ -38,10 +39,7 @@ from gateway.local.memory import (
 )
 from gateway.local.topology import Topology
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
+START_SECONDS = 60.0  # until all threads have filled their parts
 STREAM_ROUNDS = 8  # the fastest counts: other work can only make a round slower
 LEAST_STREAM_BYTES = 64 << 20  # of a thread
 MOST_STREAM_BYTES = 4 << 30  # of all threads
@@ -79,29 +77,22 @@ def measure_bandwidth(topology: Topology) -> float:
             f"--measure reads {size * count >> 20} MiB, more than half of the available memory. "
             "Remedy: give --channels and --mt-per-s instead"
         )
-    # Each thread fills its own part, so that its pages lie on its own NUMA node.
-    parts: list[NDArray[np.int8]] = []
-    _run([lambda: parts.append(np.ones(size, dtype=np.int8))] * count)
-    seconds = min(_run([part.max for part in parts]) for _ in range(STREAM_ROUNDS))
-    return size * count / seconds
+    barrier, rounds = threading.Barrier(count, timeout=START_SECONDS), range(STREAM_ROUNDS)
 
+    def read(_: int) -> list[tuple[float, float]]:
+        # Each thread fills its own part, so that its pages lie on its own NUMA node.
+        part, times = np.ones(size, dtype=np.int8), []
+        for _round in rounds:
+            barrier.wait()
+            began = time.perf_counter()
+            part.max()
+            times.append((began, time.perf_counter()))
+        return times
 
-def _run(jobs: Sequence[Callable[[], object]]) -> float:
-    """Run the jobs in threads of their own; return the seconds until the last has ended."""
-    barrier = threading.Barrier(len(jobs) + 1)
-
-    def work(job: Callable[[], object]) -> None:
-        barrier.wait()
-        job()
-
-    threads = [threading.Thread(target=work, args=(job,)) for job in jobs]
-    for thread in threads:
-        thread.start()
-    barrier.wait()
-    began = time.perf_counter()
-    for thread in threads:
-        thread.join()
-    return time.perf_counter() - began
+    with ThreadPoolExecutor(count) as pool:
+        threads = list(pool.map(read, range(count)))
+    spans = (list(zip(*(times[number] for times in threads), strict=True)) for number in rounds)
+    return size * count / min(max(ends) - min(begins) for begins, ends in spans)
 
 
 EXPERT = re.compile(r"_exps\.")
@@ -312,8 +303,7 @@ def _type(
         width = max((one.value_width for one in shape.layers), default=0)
         least = "q4_k" if width and shape.width // width >= GROUPED else "q3_k"
     elif ".ffn_down" in tensor.name:
-        place, count, least = layer, layers, "q3_k"
-        few = count // 16
+        place, count, few, least = layer, layers, layers // 16, "q3_k"
     else:
         return usual
     if name == "Q2_K":
@@ -401,19 +391,17 @@ def fit(model: ModelFile, shape: ModelShape, settings: ServerSettings, machine: 
         largest_slots=largest_slots(shape, settings, machine.room),
         speed=expected_speed(shape, settings, machine),
         choices=tuple(
-            Choice(
-                name,
-                one.size,
-                needed := server_memory(one, settings).needed,
-                needed <= machine.room,
-                largest_context(one, settings, machine.room),
-                None if speed is None else speed.decode,
-                None if speed is None else speed.prefill,
-            )
-            for name, one in quantizations(shape).items()
-            for speed in [expected_speed(one, settings, machine)]
+            _choice(name, one, settings, machine) for name, one in quantizations(shape).items()
         ),
     )
+
+
+def _choice(name: str, shape: ModelShape, settings: ServerSettings, machine: Machine) -> Choice:
+    needed, room = server_memory(shape, settings).needed, machine.room
+    speed = expected_speed(shape, settings, machine)
+    speeds = (None, None) if speed is None else (speed.decode, speed.prefill)
+    longest = largest_context(shape, settings, room)
+    return Choice(name, shape.size, needed, needed <= room, longest, *speeds)
 
 
 def largest_context(shape: ModelShape, settings: ServerSettings, room: int) -> int:
