@@ -12,6 +12,7 @@ import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import cast
 
 from gateway.config.scheduling import ElasticSettings
@@ -125,25 +126,15 @@ def _size(job: Job) -> RequestSize:
 class _NodeStub:
     """As much of a node as leases, `compare_speeds` and the choice of those to calibrate need."""
 
-    class _Spec:
-        tier = "cpu"
-        kind = "llama.cpp"
-        written_hint = None
-
+    spec = SimpleNamespace(tier="cpu", kind="llama.cpp", written_hint=None)
     upstream = None
 
     def __init__(
         self, machine: SimulatedMachine, row: NodeSlots, clock: Callable[[], float]
     ) -> None:
-        self.spec = self._Spec()
-        self.clock = clock
-        self.occupancy = SlotOccupancy()
-        self.speed = Speed()
-        self.public_models = machine.models
-        self.machine = machine
-        self.row = row
-        self.host = machine.host or machine.name
-        self.calibration = CalibrationRecord()
+        self.machine, self.row, self.clock = machine, row, clock
+        self.host, self.public_models = machine.host or machine.name, machine.models
+        self.occupancy, self.speed, self.calibration = SlotOccupancy(), Speed(), CalibrationRecord()
         self.calibrated_at = math.inf
         """When the calibration that runs has shown the speed; infinity: none runs."""
 
@@ -160,14 +151,11 @@ class _NodeStub:
 
     def calibration_due(self, now: float) -> bool:
         """Whether it is idle and its speed unknown."""
-        return not (
-            self.speed.samples
-            or self.speed.calibrated
-            or now < self.calibration.due_at
-            or self.calibration.tries >= MOST_CALIBRATIONS
-            or self.row.ours
-            or not (self.row.capacity and self.machine.calibrated)
-        )
+        is_known = self.speed.samples or self.speed.calibrated
+        record = self.calibration
+        is_due = now >= record.due_at and record.tries < MOST_CALIBRATIONS
+        is_idle = self.row.capacity and not self.row.ours
+        return bool(is_due and is_idle and self.machine.calibrated and not is_known)
 
     def begin_calibration(self, now: float) -> None:
         """It reads and writes as much as the gateway's two requests do."""
@@ -178,8 +166,8 @@ class _NodeStub:
     def end_calibration(self, now: float, *, given_up: bool) -> None:
         """It has ended: its speed is known, unless a request took the slot."""
         if not given_up:
-            read, wrote = READ_WORDS / self.machine.prefill_tps, self.machine.token_base
-            wrote *= WRITE_TOKENS - 1
+            read = READ_WORDS / self.machine.prefill_tps
+            wrote = (WRITE_TOKENS - 1) * self.machine.token_base
             self.speed.calibrate(_timings(READ_WORDS, read, WRITE_TOKENS, wrote))
         self.calibration.end("", now, warm=True, again=given_up)
         self.calibrated_at = math.inf

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -65,15 +65,13 @@ class PolicyReport:
     longest_wait: float = 0.0
     loaded: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """By router: the models that were placed by hand."""
-    curve: tuple[float, ...] = field(default=(), repr=False)
-    """Quantiles of TTFT for a plot: 0 %, 0.5 %, ... 100 %."""
-    completion_curve: tuple[float, ...] = field(default=(), repr=False)
-    """The same of the completion."""
+    curves: Mapping[str, Sequence[float]] = field(default_factory=dict, repr=False)
+    """Quantiles for a plot, of TTFT and completion: 0 %, 0.5 %, ... 100 %."""
 
     def as_dict(self) -> dict[str, object]:
         """For scripts; without the curves."""
-        figures = asdict(self)
-        del figures["curve"], figures["completion_curve"]
+        figures = asdict(replace(self, curves={}))
+        del figures["curves"]
         return figures | {"ratio": self.ratio, "overloaded": self.overloaded}
 
     @property
@@ -140,8 +138,7 @@ def summarise(
         loads=fleet.loads,
         load_seconds=fleet.load_seconds,
         longest_wait=max(waits, default=0.0),
-        curve=_curve(ttft),
-        completion_curve=_curve(completion),
+        curves={"ttft": _quantiles(ttft), "completion": _quantiles(completion)},
     )
 
 
@@ -176,10 +173,10 @@ def utilisation(fleet: SimulatedFleet, slots: int) -> float:
     return busy / span if span else 0.0
 
 
-def _curve(values: list[float]) -> tuple[float, ...]:
+def _quantiles(values: list[float]) -> list[float]:
     ranked = sorted(values)
     places = (round(step * (len(ranked) - 1) / CURVE_STEPS) for step in range(CURVE_STEPS + 1))
-    return tuple(ranked[place] for place in places) if ranked else ()
+    return [ranked[place] for place in places] if ranked else []
 
 
 SHOWN_SHARE = 0.99  # of the requests, which curves show: the last per cent would squeeze the rest
@@ -209,12 +206,11 @@ def plot_reports(path: Path, reports: Sequence[PolicyReport], title: str) -> Non
 
     figure = Figure(figsize=(9, 4), dpi=100, layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
-    ttft = {f"{one.policy} (mean {one.ttft.mean:.3g} s)": one.curve for one in reports}
-    whole = {
-        f"{one.policy} (mean {one.completion.mean:.3g} s)": one.completion_curve for one in reports
-    }
-    draw_shares(panels[0], "time to first token", ttft)
-    draw_shares(panels[1], "completion", whole)
+    titles = {"ttft": "time to first token", "completion": "completion"}
+    for panel, (name, title_of) in zip(panels, titles.items(), strict=True):
+        means = [f"{one.policy} (mean {getattr(one, name).mean:.3g} s)" for one in reports]
+        values = (one.curves[name] for one in reports)
+        draw_shares(panel, title_of, dict(zip(means, values, strict=True)))
     if bound := max((one.bound for one in reports), default=0.0):
         panels[1].axvline(bound, color="black", linestyle=":", linewidth=1)
         panels[1].annotate("bound of the mean", (bound, 0.02), fontsize=7, rotation=90)
