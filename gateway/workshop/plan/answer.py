@@ -146,9 +146,7 @@ def compare_deployments(found: PlanAnswer, limit: TimeLimit) -> list[Deployment]
     Among the ways that work the cheapest is best, and of equals the first. `single` and `queue` are
     one node of the type that the cheapest fleet of equal nodes has.
     """
-    base = next((one for one in found.options if len(one.parts) == 1), None)
-    if base is None:
-        return []
+    base = next(one for one in found.options if len(one.parts) == 1)
     node_type = base.parts[0].node_type
     rows = [
         _one_node(found.question, node_type, "single", limit),

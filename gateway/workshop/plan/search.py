@@ -131,19 +131,17 @@ def make_trace(workload: Workload, requests: int, seed: int) -> Trace:
     fit = int(MOST_SIMULATED_TOKENS / (workload.prompt + workload.completion))
     requests = min(requests, max(fit, LEAST_REQUESTS_OF_A_TRIAL))
     shared = round(workload.prompt * workload.repeat)
-    own = workload.prompt - shared
     names = [one.name for one in workload.models] or [""]
     shares = [one.share or 0.0 for one in workload.models] or [1.0]
     models = random.Random(f"models of {seed}").choices(names, shares, k=requests)
     jobs: list[Job] = []
     time = 0.0
-    for number in range(requests):
+    for number, model in enumerate(models, 1):
         if workload.backlog_hours is None:
             time += rng.expovariate(workload.arrivals)
-        length = shared + random_length(rng, own)
-        prompt = TracePrompt(-1 - number, length, int(shared > 0), shared)
-        written = random_length(rng, workload.completion)
-        jobs.append(Job(0, time, prompt, written, model=models[number]))
+        length = shared + random_length(rng, workload.prompt - shared)
+        prompt = TracePrompt(-number, length, int(shared > 0), shared)
+        jobs.append(Job(0, time, prompt, random_length(rng, workload.completion), model=model))
     return build_trace(jobs)
 
 
@@ -161,8 +159,8 @@ def from_trace(trace: Trace, models: Sequence[SimulatedModel] = ()) -> Workload:
         raise ValueError(
             f"{tokens:,} tokens are more than can be simulated: take fewer requests (--limit N)"
         )
-    span = max(job.time for job in jobs) - min(job.time for job in jobs)
-    if len(jobs) < 2 or span <= 0:
+    span = jobs[-1].time - jobs[0].time
+    if span <= 0:
         raise ValueError("it needs two requests at different times, to tell a rate")
     # The last gap is as long as the others: n requests have n - 1 gaps.
     rate = (len(jobs) - 1) / span * SECONDS_PER_HOUR
@@ -258,9 +256,7 @@ def node_times(machine: SimulatedMachine, prompt: float, completion: float) -> N
 def times_of(node_type: NodeType, workload: Workload) -> NodeTimes:
     """What a mean request takes of a server of this type, which has its model loaded."""
     times = node_times(node_type.machine("server"), workload.uncached, workload.completion)
-    if not (workload.models and node_type.memory_gib):
-        return times
-    work = workload.work
+    work = workload.work if node_type.memory_gib else 1.0
     return replace(times, reading=times.reading * work, writing=times.writing * work)
 
 
@@ -337,19 +333,12 @@ class WaitEstimate:
 
 
 def estimate(
-    times: NodeTimes,
-    nodes: int,
-    arrivals: float,
-    *,
-    arrival_scv: float = 1.0,
-    lengths_scv: float = 1.0,
+    times: NodeTimes, nodes: int, arrivals: float, *, arrival_scv: float = 1.0, lengths_scv: float
 ) -> WaitEstimate:
     """Estimate the waits of `nodes` equal nodes at `arrivals` requests per second."""
     most = nodes * times.capacity
     waiting = erlang_c(nodes * times.slots, arrivals * times.full)
-    service = times.alone if arrivals < most else times.full
-    if 0 < arrivals < most:
-        service = busy_slots(times, nodes, arrivals) / arrivals
+    service = busy_slots(times, nodes, arrivals) / arrivals if arrivals < most else times.full
     scv = times.service_scv(lengths_scv)
     wait = allen_cunneen(waiting, arrivals, most, arrival_scv, scv)
     return WaitEstimate(arrivals / most, waiting, wait, service, scv)

@@ -101,9 +101,8 @@ def from_text(
                 cache_tokens=tokens_in_host_memory(cache_ram_mib),
                 memory=parse_size(found["memory"] or 0),
             )
-        before = len(machines)
-        machines += [replace(first, name=f"node-{before + 1 + n}") for n in range(count)]
-    return machines
+        machines += [first] * count
+    return [replace(one, name=f"node-{number}") for number, one in enumerate(machines, 1)]
 
 
 def from_inventory(
@@ -185,7 +184,7 @@ def read_speeds(path: Path) -> dict[str, NodeSpeeds]:
     A list of nodes (or a mapping with the key `nodes`), each with `name`, `prefill_tps`,
     `decode_tps` and, if known, `batch_cost` and `slots_total`; YAML or JSON. Raises FleetError.
     """
-    value = read_document(path)
+    value = _read_document(path)
     nodes = value.get("nodes") if isinstance(value, dict) else value
     try:
         return {one.name: one for one in msgspec.convert(nodes, list[NodeSpeeds])}
@@ -196,8 +195,7 @@ def read_speeds(path: Path) -> dict[str, NodeSpeeds]:
         ) from None
 
 
-def read_document(path: Path) -> Any:
-    """What a file of YAML or JSON holds. Raises FleetError."""
+def _read_document(path: Path) -> Any:
     read = json.loads if path.suffix == ".json" else yaml.safe_load
     try:
         return read(path.read_text(encoding="utf-8", errors="replace"))
@@ -256,11 +254,8 @@ def models_from_text(text: str) -> list[SimulatedModel]:
     if not (1 <= count <= MOST_MODELS and 0 < least <= most):
         raise FleetError(f"{text!r}: write 1 to {MOST_MODELS} models, the smallest size first")
     factor = (most / least) ** (1 / max(1, count - 1))
-    sizes = [round(least * factor**place) for place in range(count)]
-    return [
-        SimulatedModel(f"model-{place}", size, size / LOAD_SPEED)
-        for place, size in enumerate(sizes, 1)
-    ]
+    sizes = enumerate((round(least * factor**place) for place in range(count)), 1)
+    return [SimulatedModel(f"model-{place}", size, size / LOAD_SPEED) for place, size in sizes]
 
 
 class _ModelEntry(msgspec.Struct):
@@ -273,7 +268,7 @@ class _ModelEntry(msgspec.Struct):
 def _read_models(path: Path) -> list[SimulatedModel]:
     if not path.is_file():
         raise FleetError(f"{path}: no such file (name a YAML file, or write {MODELS_SYNTAX})")
-    value = read_document(path)
+    value = _read_document(path)
     if isinstance(value, dict) and isinstance(value.get("placements"), list):
         return placed_models(value["placements"])
     remedy = "write a list of {name: qwen3-8b, memory: 9GiB, load_seconds: 8, share: 2}"
@@ -371,21 +366,16 @@ def with_all_speeds(
     usual = {
         name: _mean_speed(found or [(1 / sizes[name],) * 2]) for name, found in factors.items()
     }
-    return [
-        replace(
-            node,
-            prefill_tps=read,
-            decode_tps=write,
-            model_speeds={
-                name: node.model_speeds.get(name, (read * factor[0], write * factor[1]))
-                for name, factor in usual.items()
-                if node.serves(name)
-            },
-        )
-        if node.memory
-        else node
-        for node, (read, write) in zip(nodes, bases, strict=True)
-    ]
+    found = []
+    for node, (read, write) in zip(nodes, bases, strict=True):
+        speeds = {
+            name: node.model_speeds.get(name, (read * factor[0], write * factor[1]))
+            for name, factor in usual.items()
+            if node.serves(name)
+        }
+        full = replace(node, prefill_tps=read, decode_tps=write, model_speeds=speeds)
+        found.append(full if node.memory else node)
+    return found
 
 
 def _mean_speed(speeds: Sequence[ModelSpeed]) -> ModelSpeed:
@@ -460,6 +450,11 @@ class RouterFleet(SimulatedFleet):
         model = self.instances[index].model
         assert model is not None
         return model
+
+    @property
+    def largest_first(self) -> list[SimulatedModel]:
+        """The models in the order in which they are placed by hand."""
+        return sorted(self.models, key=lambda one: -one.memory)
 
     @property
     def host_memory(self) -> dict[str, int]:
@@ -563,7 +558,7 @@ def greedy_placement(fleet: RouterFleet, requests: Mapping[str, int]) -> frozens
         copies[model] += 1
         return True
 
-    if not all(add(one.name) for one in largest_first(fleet.models)):
+    if not all(add(one.name) for one in fleet.largest_first):
         return None
     while any(add(name) for name in sorted(work, key=lambda name: -work[name] / copies[name])):
         pass
@@ -576,7 +571,7 @@ def random_placements(
     """Each model once somewhere, then copies until nothing more fits; at most `count`."""
     for _ in range(count):
         placed = RouterFleet(fleet.nodes, fleet.models)
-        for model in largest_first(fleet.models):
+        for model in fleet.largest_first:
             possible = placed.places_for(model.name)
             if not possible:
                 break
@@ -587,11 +582,6 @@ def random_placements(
             for index in filter(placed.fits, indexes):
                 placed.hold(index)
             yield frozenset(placed.held)
-
-
-def largest_first(models: Sequence[SimulatedModel]) -> list[SimulatedModel]:
-    """Models in the order in which they are placed."""
-    return sorted(models, key=lambda one: -one.memory)
 
 
 def describe_placement(fleet: RouterFleet, indexes: Collection[int]) -> dict[str, list[str]]:
