@@ -272,7 +272,7 @@ def bench(
     if html is not None:
         html.write_text(reports.render_page(report), encoding="utf-8")
     print_note(*(f"written: {path}" for path in (csv, plot, html) if path is not None))
-    raise typer.Exit(status or (0 if report.has_success else 1))
+    raise typer.Exit(status or not any(one.succeeded for one in report.loads))
 
 
 def _measure(plan: BenchPlan) -> tuple[BenchReport, list[LoadRun], int]:

@@ -16,7 +16,7 @@ import ssl
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from enum import StrEnum
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -191,17 +191,14 @@ class RequestGoal:
     completion: float | None = None
 
     def __bool__(self) -> bool:
-        return any(one is not None for one in (self.ttft, self.inter_token, self.completion))
+        return any(one is not None for one in astuple(self))
 
     def is_met(self, result: RequestResult) -> bool:
         """Whether a request succeeded and kept all of it. A figure that it lacks is kept."""
-        pairs = (
-            (self.ttft, result.ttft),
-            (self.inter_token, result.inter_token),
-            (self.completion, result.completion),
-        )
+        figures = (result.ttft, result.inter_token, result.completion)
         return result.error is None and all(
-            wanted is None or found is None or found <= wanted for wanted, found in pairs
+            wanted is None or found is None or found <= wanted
+            for wanted, found in zip(astuple(self), figures, strict=True)
         )
 
 

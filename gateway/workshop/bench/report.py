@@ -361,11 +361,6 @@ class BenchReport:
         """One line for pictures and pages."""
         return f"{self.server.model or 'unnamed model'} at {self.url}"
 
-    @property
-    def has_success(self) -> bool:
-        """Whether any request succeeded."""
-        return any(one.succeeded for one in self.loads)
-
     def as_dict(self) -> dict[str, Any]:
         """For scripts, and for `--compare`."""
         loads = [one.as_dict() for one in self.loads]

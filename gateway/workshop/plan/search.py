@@ -602,7 +602,7 @@ class PlanQuestion:
         )
         shares = []
         for low, high in pairwise(accumulate((part.servers for part in parts), initial=0)):
-            own = [job for job in counted if low <= fleet.router_of(job.node) < high]
+            own = [job for job in counted if low <= fleet.routers[job.node] < high]
             read = sum(job.prompt.tokens for job in own)
             wrote = sum(job.output for job in own)
             shares.append(PartShare(len(own) / len(counted), read / prompts, wrote / written))

@@ -435,7 +435,7 @@ class RouterFleet(SimulatedFleet):
         super().__init__([one.machine for one in self.instances], trace, routers, plain)
         self.hosts = [node.host or node.name for node in nodes]
         self.held: set[int] = set()  # those that take memory
-        self._free = self.host_memory
+        self.free = self.host_memory  # bytes of each host
         self._load_ends: list[tuple[float, int, bool]] = []  # when, which, whether it is a load
         for index in loaded:
             self.hold(index)
@@ -463,10 +463,6 @@ class RouterFleet(SimulatedFleet):
         for host, node in zip(self.hosts, self.nodes, strict=True):
             found[host] = max(found.get(host, 0), node.memory)
         return found
-
-    def free(self, host: str) -> int:
-        """Bytes of a host that are free."""
-        return self._free[host]
 
     def load(self, index: int) -> None:
         """Load an instance, which takes jobs once `end_loads` has told that it has ended."""
@@ -498,7 +494,7 @@ class RouterFleet(SimulatedFleet):
                 self.loaded.add(index)
             else:
                 self.held.discard(index)
-                self._free[self.host_of(index)] += self.model_of(index).memory
+                self.free[self.host_of(index)] += self.model_of(index).memory
             ended.append((index, is_load))
         return ended
 
@@ -507,7 +503,7 @@ class RouterFleet(SimulatedFleet):
         model = self.instances[index].model
         if model is None or index in self.held:
             return False
-        return model.memory <= self._free[self.host_of(index)]
+        return model.memory <= self.free[self.host_of(index)]
 
     def places_for(self, model: str) -> list[int]:
         """The instances of a model that fit."""
@@ -518,7 +514,7 @@ class RouterFleet(SimulatedFleet):
         if not self.fits(index):
             raise ValueError(f"{self.machines[index].name} does not fit or is loaded")
         self.held.add(index)
-        self._free[self.host_of(index)] -= self.model_of(index).memory
+        self.free[self.host_of(index)] -= self.model_of(index).memory
 
     def send(self, job: Job, node: int) -> None:
         """Send a job to a loaded instance, now."""
@@ -541,13 +537,13 @@ def greedy_placement(fleet: RouterFleet, requests: Mapping[str, int]) -> frozens
 
     def load(index: int) -> tuple[float, int]:
         """The work of an instance's router for its speed; of equals first that with most room."""
-        router, seconds = placed.router_of(index), 0.0
+        router, seconds = placed.routers[index], 0.0
         for held in placed.held:
-            if placed.router_of(held) == router:
+            if placed.routers[held] == router:
                 model = placed.model_of(held).name
                 share = requests.get(model, 0) / copies[model]
                 seconds += share / placed.machines[held].decode_tps
-        return seconds, -placed.free(placed.host_of(index))
+        return seconds, -placed.free[placed.host_of(index)]
 
     def add(model: str) -> bool:
         """Hold a model where the load is least; whether it fits anywhere."""
@@ -588,5 +584,5 @@ def describe_placement(fleet: RouterFleet, indexes: Collection[int]) -> dict[str
     """The models of each router by their names."""
     found: dict[str, list[str]] = {node.name: [] for node in fleet.nodes if node.memory}
     for index in sorted(indexes):
-        found[fleet.nodes[fleet.router_of(index)].name].append(fleet.model_of(index).name)
+        found[fleet.nodes[fleet.routers[index]].name].append(fleet.model_of(index).name)
     return found

@@ -597,13 +597,13 @@ class FewestConnections(Front):
     def arrive(self, job: Job) -> None:
         """Send it at once."""
         able = [one for one in self.fleet.able(job.model) if one in self.fleet.loaded]
-        node = min(able, key=lambda one: self._connections[self.fleet.router_of(one)])
-        self._connections[self.fleet.router_of(node)] += 1
+        node = min(able, key=lambda one: self._connections[self.fleet.routers[one]])
+        self._connections[self.fleet.routers[node]] += 1
         self.fleet.send(job, node)
 
     def ended(self, job: Job) -> None:
         """Count it off."""
-        self._connections[self.fleet.router_of(job.node)] -= 1
+        self._connections[self.fleet.routers[job.node]] -= 1
 
 
 class LeastRecentlyUsed(Front):
@@ -632,7 +632,7 @@ class LeastRecentlyUsed(Front):
         able = self._able.get(job.model)
         if able is None:
             able = self._able[job.model] = {
-                self.fleet.router_of(one): one
+                self.fleet.routers[one]: one
                 for one in self.fleet.able(job.model)
                 if one in self.fleet.loaded
                 or self.fleet.model_of(one).memory <= self._memory[self.fleet.host_of(one)]
@@ -646,7 +646,7 @@ class LeastRecentlyUsed(Front):
 
     def ended(self, job: Job) -> None:
         """What waits for its memory may go on."""
-        node = self.fleet.router_of(job.node)
+        node = self.fleet.routers[job.node]
         self._connections[node] -= 1
         self._serve(node)
 
@@ -654,7 +654,7 @@ class LeastRecentlyUsed(Front):
         """Loads and unloads have ended."""
         for index, _ in self.fleet.end_loads():
             self._retiring.discard(index)
-            own, host = self.fleet.router_of(index), self.fleet.host_of(index)
+            own, host = self.fleet.routers[index], self.fleet.host_of(index)
             # First what waits for it, else a neighbour would have it unloaded before its first use.
             self._serve(own)
             for node, other in enumerate(self.fleet.hosts):
@@ -692,7 +692,7 @@ class LeastRecentlyUsed(Front):
         fleet = self.fleet
         held = [index for index in fleet.held if fleet.host_of(index) == host]
         leaving = sum(fleet.model_of(index).memory for index in held if index in self._retiring)
-        short = memory - fleet.free(host) - leaving
+        short = memory - fleet.free[host] - leaving
         ready = [index for index in held if index in fleet.loaded and index not in self._retiring]
         for index in sorted(ready, key=lambda index: self._last_used.get(index, 0.0)):
             if short <= 0:

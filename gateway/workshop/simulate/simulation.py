@@ -708,8 +708,8 @@ class SimulatedFleet:
         self.loaded = set(range(len(machines)) if loaded is None else loaded)
         self.loads, self.load_seconds = 0, 0.0  # of models on demand
         self.now = 0.0
-        self._routers = range(len(machines)) if routers is None else routers
-        count = max(self._routers, default=-1) + 1
+        self.routers = range(len(machines)) if routers is None else routers
+        count = max(self.routers, default=-1) + 1
         self._active: list[set[int]] = [set() for _ in range(count)]  # the servers that compute
         self._able: dict[str, list[int]] = {}
         # A router's own clock runs slower the more of its servers compute: by how much it is late,
@@ -730,10 +730,6 @@ class SimulatedFleet:
         """The last end."""
         return max((job.ended for job in self.jobs), default=0.0)
 
-    def router_of(self, index: int) -> int:
-        """The router of a server; else its own place."""
-        return self._routers[index]
-
     def able(self, model: str) -> list[int]:
         """The servers that serve a model, if they are loaded."""
         if model not in self._able:
@@ -743,7 +739,7 @@ class SimulatedFleet:
 
     def send(self, job: Job, node: int) -> None:
         """Send a job to a node, now. A node without a free slot queues it."""
-        now, router = self.now, self._routers[node]
+        now, router = self.now, self.routers[node]
         job.sent, job.node = now, node
         active = self._active[router]
         if len(active) > 1:

@@ -50,11 +50,6 @@ class TuningReport:
     session: TuningSession
 
     @property
-    def noise(self) -> float:
-        """The standard deviation of one measurement, as a share of it."""
-        return self.session.search.history.noise()
-
-    @property
     def disturbed_count(self) -> int:
         """Measurements beside other work on the machine."""
         return sum((one.other_work or 0.0) > MOST_OTHER_WORK for one in self.session.measurements)
@@ -78,7 +73,7 @@ class TuningReport:
         repeated = any(row.measured > 1 for row in self.results)
         sentences.append(
             f"A single measurement {'varies' if repeated else 'is taken to vary'} by "
-            f"{self.noise:.1%}, so smaller differences than "
+            f"{search.history.noise():.1%}, so smaller differences than "
             f"{search.history.significant_difference(REPEATS, REPEATS):.1%} may be noise."
         )
         is_worse = search.history.clearly_better
@@ -126,7 +121,7 @@ class TuningReport:
             "best": asdict(self.best),
             "rule_of_thumb": asdict(self.baseline),
             "better_than_rule_of_thumb": self.best.setting != self.baseline.setting,
-            "noise": self.noise,
+            "noise": session.search.history.noise(),
             "verdict": self.verdict(),
             "tried": [asdict(row) for row in self.results],
             "failed": [
