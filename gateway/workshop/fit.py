@@ -178,11 +178,9 @@ def expected_speed(
     power = machine.cores_per_server * INSTRUCTION_SETS[machine.instructions].factor
     filled = settings.context // 2 if used is None else used
     bytes_read, elements = _active(shape, min(settings.micro_batch, max(1, filled)))
-    by_memory, by_cores, seconds = 0.0, 0.0, 0.0
-    for kind, size in bytes_read.items():
-        wait = size / bandwidth
-        work = size / (power * _rates(kind)[0])
-        by_memory, by_cores, seconds = by_memory + wait, by_cores + work, seconds + max(wait, work)
+    waits_by_type = [size / bandwidth for size in bytes_read.values()]
+    work_by_type = [size / (power * _rates(kind)[0]) for kind, size in bytes_read.items()]
+    seconds = sum(map(max, waits_by_type, work_by_type))
     kv = slot_bytes(shape, settings) * filled // settings.context
     kv += sum(layer.state_bytes for layer in shape.layers)
     seconds += kv / min(bandwidth, power * _rates(settings.key_type)[0])
@@ -197,7 +195,7 @@ def expected_speed(
         prefill=1 / operations,
         weight_bytes=sum(bytes_read.values()),
         kv_bytes=kv,
-        limit="memory" if by_memory >= by_cores else "cores",
+        limit="memory" if sum(waits_by_type) >= sum(work_by_type) else "cores",
     )
 
 
@@ -407,27 +405,22 @@ def _choice(name: str, shape: ModelShape, settings: ServerSettings, machine: Mac
 def largest_context(shape: ModelShape, settings: ServerSettings, room: int) -> int:
     """Return the most tokens of each slot, at most as trained, that fit into `room`; 0: none."""
     most = min(shape.trained_context or MOST_CONTEXT, MOST_CONTEXT)
-    shape, room = _without_weights(shape, room)
+    bare, left = replace(shape, tensors=()), room - shape.size  # tensors may be many
 
     def fits(steps: int) -> bool:
         context = min(steps * CELL_PADDING, most)
-        return server_memory(shape, replace(settings, context=context)).needed <= room
+        return server_memory(bare, replace(settings, context=context)).needed <= left
 
     return min(_largest(math.ceil(most / CELL_PADDING), fits) * CELL_PADDING, most)
 
 
 def largest_slots(shape: ModelShape, settings: ServerSettings, room: int) -> int:
     """Return the most slots of this context that fit into `room`; 0: none."""
-    shape, room = _without_weights(shape, room)
+    bare, left = replace(shape, tensors=()), room - shape.size
     return _largest(
         MOST_SLOTS,
-        lambda slots: server_memory(shape, replace(settings, slots=slots)).needed <= room,
+        lambda slots: server_memory(bare, replace(settings, slots=slots)).needed <= left,
     )
-
-
-def _without_weights(shape: ModelShape, room: int) -> tuple[ModelShape, int]:
-    """Return the shape without its tensors, which may be many, and the room beside them."""
-    return replace(shape, tensors=()), room - shape.size
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:

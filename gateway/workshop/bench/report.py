@@ -817,12 +817,10 @@ class BenchSession:
         return replace(found, verdict=judge(found, self._server, self._baseline))
 
     def _check_fit(self) -> None:
-        context, pattern = self._server.context, self.plan.pattern
-        if context is None or self.plan.trace is not None:
-            return
-        answer = pattern.max_tokens if self.plan.endpoint.is_stream else 0
-        if pattern.prompt_tokens + answer > context:
+        context, prompt = self._server.context, self.plan.pattern.prompt_tokens
+        answer = self.plan.pattern.max_tokens if self.plan.endpoint.is_stream else 0
+        if context is not None and self.plan.trace is None and prompt + answer > context:
             raise FitError(
-                f"{pattern.prompt_tokens} tokens of prompt and {answer} of answer do not fit into "
-                f"a slot of {context} tokens"
+                f"{prompt} tokens of prompt and {answer} of answer do not fit into a slot of "
+                f"{context} tokens"
             )

@@ -617,7 +617,6 @@ class LeastRecentlyUsed(Front):
 
     def __init__(self, fleet: RouterFleet) -> None:
         super().__init__(fleet)
-        self._able: dict[str, dict[int, int]] = {}  # by model: the instance of each node
         self._connections = [0] * len(fleet.nodes)
         self._turn = 0
         self._waiting: list[deque[tuple[Job, int]]] = [deque() for _ in fleet.nodes]
@@ -629,14 +628,12 @@ class LeastRecentlyUsed(Front):
 
     def arrive(self, job: Job) -> None:
         """Choose its node."""
-        able = self._able.get(job.model)
-        if able is None:
-            able = self._able[job.model] = {
-                self.fleet.routers[one]: one
-                for one in self.fleet.able(job.model)
-                if one in self.fleet.loaded
-                or self.fleet.model_of(one).memory <= self._memory[self.fleet.host_of(one)]
-            }
+        fleet = self.fleet
+        able = {
+            fleet.routers[one]: one
+            for one in fleet.able(job.model)
+            if one in fleet.loaded or fleet.model_of(one).memory <= self._memory[fleet.host_of(one)]
+        }
         nodes = len(self._connections)
         node = min(able, key=lambda one: (self._connections[one], (one - self._turn) % nodes))
         self._turn = node + 1

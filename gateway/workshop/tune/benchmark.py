@@ -77,7 +77,6 @@ class ServerBenchmark:
     read_joules: Callable[[], float | None] = lambda: None
     """The energy of the whole machine since some moment; None where that is not known."""
     servers: int = 1  # benchmarked at the same time; each is taken to use its share of the energy
-    clock: Callable[[], float] = time.monotonic
     _text: list[int] = field(default_factory=list)
     _prompts_made: int = 0
 
@@ -88,9 +87,9 @@ class ServerBenchmark:
         """
         self._text = await self._tokens()
         await self._alone(SHORT_PROMPT, WARM_UP_TOKENS)
-        began, repeats = self.clock(), list[Figures]()
+        began, repeats = time.monotonic(), list[Figures]()
         for number in range(FIGURE_REPEATS):
-            if number and self.clock() - began >= REPEATS_SECONDS:
+            if number and time.monotonic() - began >= REPEATS_SECONDS:
                 break
             alone = await self._alone(self.request.prompt, self.request.answer)
             if self.slots > 1:
@@ -102,10 +101,8 @@ class ServerBenchmark:
 
     async def _alone(self, prompt: int, answer: int) -> Figures:
         """Measure one request; tokens/s by the server's own clock."""
-        first: dict[str, Any] = {}
-        last: dict[str, Any] = {}
-        joules_at_send = self.read_joules()
-        joules_at_first = None
+        first = last = dict[str, Any]()
+        joules_at_send, joules_at_first = self.read_joules(), None
         async with aclosing(self._stream(prompt, answer)) as chunks:
             async for chunk in chunks:
                 if not first:
@@ -185,7 +182,7 @@ class ServerBenchmark:
                 if not isinstance(timings.get("predicted_n"), int):
                     raise BenchmarkError(f"{self.url}: a chunk without `timings.predicted_n`")
                 speed = float(timings.get("predicted_per_second") or 0.0)
-                yield StreamSample(self.clock(), timings["predicted_n"], speed)
+                yield StreamSample(time.monotonic(), timings["predicted_n"], speed)
 
     async def _stream(self, prompt: int, answer: int) -> AsyncGenerator[dict[str, Any], None]:
         body = {
@@ -225,8 +222,8 @@ class ServerBenchmark:
 
     async def _wait_until_idle(self) -> None:
         """Wait until the slots of closed streams are idle."""
-        until = self.clock() + IDLE_TIMEOUT
-        while self.clock() < until:
+        until = time.monotonic() + IDLE_TIMEOUT
+        while time.monotonic() < until:
             response = await self.client.get(f"{self.url}/slots")
             if response.status_code != 200:
                 return  # `/slots` is switched off: the stream's end may distort the next figure

@@ -359,7 +359,7 @@ class Search:
                 break
             if self.searched_knobs:
                 # A machine that has become slower since would make every new value look bad.
-                yield from self._once_more(self.best)
+                yield from self._measured(self.best, self.history.count(self.best) + 1)
             before = self.best
             self.current_knob = knob
             yield from self._search_knob(knob)
@@ -394,7 +394,7 @@ class Search:
                 return
             for rival in candidates:
                 yield from self._measured(rival, times)
-            yield from self._once_more(base)
+            yield from self._measured(base, history.count(base) + 1)
             candidates = self._ahead(candidates, base)
         if candidates and history.clearly_better(candidates[0], base):
             self.best = candidates[0]
@@ -404,9 +404,6 @@ class Search:
         score = self.history.median_score
         ran = (rival for rival in rivals if rival not in self.history.failed)
         return sorted((rival for rival in ran if score(rival) < score(base)), key=score)
-
-    def _once_more(self, setting: Setting) -> Iterator[Setting]:
-        yield from self._measured(setting, self.history.count(setting) + 1)
 
     def _measured(self, setting: Setting, times: int) -> Iterator[Setting]:
         for _ in range(times - self.history.count(setting)):
