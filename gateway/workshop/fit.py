@@ -81,7 +81,7 @@ def measure_bandwidth(topology: Topology) -> float:
 
     def read(_: int) -> list[tuple[float, float]]:
         # Each thread fills its own part, so that its pages lie on its own NUMA node.
-        part, times = np.ones(size, dtype=np.int8), []
+        part, times = np.ones(size, dtype=np.int8), list[tuple[float, float]]()
         for _round in rounds:
             barrier.wait()
             began = time.perf_counter()
@@ -91,8 +91,11 @@ def measure_bandwidth(topology: Topology) -> float:
 
     with ThreadPoolExecutor(count) as pool:
         threads = list(pool.map(read, range(count)))
-    spans = (list(zip(*(times[number] for times in threads), strict=True)) for number in rounds)
-    return size * count / min(max(ends) - min(begins) for begins, ends in spans)
+    fastest: float = min(
+        max(end for _, end in times) - min(begin for begin, _ in times)
+        for times in zip(*threads, strict=True)
+    )
+    return size * count / fastest
 
 
 EXPERT = re.compile(r"_exps\.")

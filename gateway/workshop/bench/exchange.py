@@ -569,6 +569,7 @@ async def probe_server(
         variants.insert(0, {"stream_options": {"include_usage": True}})
         if ignore_eos:
             variants.insert(0, {**variants[0], "ignore_eos": True})
+    short, accepted = RequestResult(0, 0.0), extra
     for fields in variants:
         accepted = {**fields, **extra}
         short = await ask(PROBE_WORDS, accepted)

@@ -213,7 +213,7 @@ class LearntKnowledge:
             _NodeStub(machine, row, lambda: fleet.now)
             for machine, row in zip(fleet.machines, state.rows, strict=True)
         ]
-        self._looked_at = -math.inf  # when calibrations were last begun
+        self._looked_at: float | None = None  # when calibrations were last begun
         self._unknown = [] if warm else list(self._stubs)  # those that may have to be calibrated
         # By the id of each job that has arrived and not ended.
         self._prompt_keys: dict[int, PromptKey] = {}
