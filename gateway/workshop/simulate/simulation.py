@@ -440,15 +440,10 @@ class SimulatedServer:
     """Prompt tokens that one step reads of each of the first of them."""
     cache: SimulatedPromptCache = field(init=False)
     slots: list[Job | None] = field(init=False)
-    _token_base: float = field(init=False)
-    _token_step: float = field(init=False)
-    _per_prompt_token: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.restart()
         self.slots = [None] * self.machine.slots
-        self._token_base, self._token_step = self.machine.token_base, self.machine.token_step
-        self._per_prompt_token = 1.0 / self.machine.prefill_tps
 
     def restart(self) -> None:
         """Its process is another now: the caches are empty."""
@@ -524,6 +519,7 @@ class SimulatedServer:
     def _begin_steps(self, now: float) -> None:
         """Begin the next steps, as many as are equal."""
         decoding, prefilling = self._decoding, self._prefilling
+        base, step = self.machine.token_base, self.machine.token_step
         count, self._prompt_tokens = len(decoding), []
         if prefilling:
             room, read = self.machine.batch_tokens - count, 0
@@ -534,11 +530,11 @@ class SimulatedServer:
                 self._prompt_tokens.append(part)
                 read += part
             steps = max(1, prefilling[0].to_read // room)
-            seconds = max(self._token_base, read * self._per_prompt_token)
-            seconds += self._token_step * count
+            per_token = 1.0 / self.machine.prefill_tps
+            seconds = max(base, read * per_token) + step * count
         elif count:
             steps = decoding[0].to_write
-            seconds = self._token_base + self._token_step * (count - 1)
+            seconds = base + step * (count - 1)
         else:
             self.next_end = -1.0
             return
