@@ -19,9 +19,10 @@ import threading
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from gateway.local.gguf import TENSOR_TYPES, TYPE_NUMBERS, ModelFile, ModelShape, Tensor
 from gateway.local.memory import (
@@ -38,10 +39,7 @@ from gateway.local.memory import (
 )
 from gateway.local.topology import Topology
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
+START_SECONDS = 60.0  # until all threads have filled their parts
 STREAM_ROUNDS = 8  # the fastest counts: other work can only make a round slower
 LEAST_STREAM_BYTES = 64 << 20  # of a thread
 MOST_STREAM_BYTES = 4 << 30  # of all threads
@@ -79,29 +77,25 @@ def measure_bandwidth(topology: Topology) -> float:
             f"--measure reads {size * count >> 20} MiB, more than half of the available memory. "
             "Remedy: give --channels and --mt-per-s instead"
         )
-    # Each thread fills its own part, so that its pages lie on its own NUMA node.
-    parts: list[NDArray[np.int8]] = []
-    _run([lambda: parts.append(np.ones(size, dtype=np.int8))] * count)
-    seconds = min(_run([part.max for part in parts]) for _ in range(STREAM_ROUNDS))
-    return size * count / seconds
+    barrier, rounds = threading.Barrier(count, timeout=START_SECONDS), range(STREAM_ROUNDS)
 
+    def read(_: int) -> list[tuple[float, float]]:
+        # Each thread fills its own part, so that its pages lie on its own NUMA node.
+        part, times = np.ones(size, dtype=np.int8), list[tuple[float, float]]()
+        for _round in rounds:
+            barrier.wait()
+            began = time.perf_counter()
+            part.max()
+            times.append((began, time.perf_counter()))
+        return times
 
-def _run(jobs: Sequence[Callable[[], object]]) -> float:
-    """Run the jobs in threads of their own; return the seconds until the last has ended."""
-    barrier = threading.Barrier(len(jobs) + 1)
-
-    def work(job: Callable[[], object]) -> None:
-        barrier.wait()
-        job()
-
-    threads = [threading.Thread(target=work, args=(job,)) for job in jobs]
-    for thread in threads:
-        thread.start()
-    barrier.wait()
-    began = time.perf_counter()
-    for thread in threads:
-        thread.join()
-    return time.perf_counter() - began
+    with ThreadPoolExecutor(count) as pool:
+        threads = list(pool.map(read, range(count)))
+    fastest: float = min(
+        max(end for _, end in times) - min(begin for begin, _ in times)
+        for times in zip(*threads, strict=True)
+    )
+    return size * count / fastest
 
 
 EXPERT = re.compile(r"_exps\.")
@@ -187,11 +181,9 @@ def expected_speed(
     power = machine.cores_per_server * INSTRUCTION_SETS[machine.instructions].factor
     filled = settings.context // 2 if used is None else used
     bytes_read, elements = _active(shape, min(settings.micro_batch, max(1, filled)))
-    by_memory, by_cores, seconds = 0.0, 0.0, 0.0
-    for kind, size in bytes_read.items():
-        wait = size / bandwidth
-        work = size / (power * _rates(kind)[0])
-        by_memory, by_cores, seconds = by_memory + wait, by_cores + work, seconds + max(wait, work)
+    waits_by_type = [size / bandwidth for size in bytes_read.values()]
+    work_by_type = [size / (power * _rates(kind)[0]) for kind, size in bytes_read.items()]
+    seconds = sum(map(max, waits_by_type, work_by_type))
     kv = slot_bytes(shape, settings) * filled // settings.context
     kv += sum(layer.state_bytes for layer in shape.layers)
     seconds += kv / min(bandwidth, power * _rates(settings.key_type)[0])
@@ -206,7 +198,7 @@ def expected_speed(
         prefill=1 / operations,
         weight_bytes=sum(bytes_read.values()),
         kv_bytes=kv,
-        limit="memory" if by_memory >= by_cores else "cores",
+        limit="memory" if sum(waits_by_type) >= sum(work_by_type) else "cores",
     )
 
 
@@ -312,8 +304,7 @@ def _type(
         width = max((one.value_width for one in shape.layers), default=0)
         least = "q4_k" if width and shape.width // width >= GROUPED else "q3_k"
     elif ".ffn_down" in tensor.name:
-        place, count, least = layer, layers, "q3_k"
-        few = count // 16
+        place, count, few, least = layer, layers, layers // 16, "q3_k"
     else:
         return usual
     if name == "Q2_K":
@@ -401,45 +392,38 @@ def fit(model: ModelFile, shape: ModelShape, settings: ServerSettings, machine: 
         largest_slots=largest_slots(shape, settings, machine.room),
         speed=expected_speed(shape, settings, machine),
         choices=tuple(
-            Choice(
-                name,
-                one.size,
-                needed := server_memory(one, settings).needed,
-                needed <= machine.room,
-                largest_context(one, settings, machine.room),
-                None if speed is None else speed.decode,
-                None if speed is None else speed.prefill,
-            )
-            for name, one in quantizations(shape).items()
-            for speed in [expected_speed(one, settings, machine)]
+            _choice(name, one, settings, machine) for name, one in quantizations(shape).items()
         ),
     )
+
+
+def _choice(name: str, shape: ModelShape, settings: ServerSettings, machine: Machine) -> Choice:
+    needed, room = server_memory(shape, settings).needed, machine.room
+    speed = expected_speed(shape, settings, machine)
+    speeds = (None, None) if speed is None else (speed.decode, speed.prefill)
+    longest = largest_context(shape, settings, room)
+    return Choice(name, shape.size, needed, needed <= room, longest, *speeds)
 
 
 def largest_context(shape: ModelShape, settings: ServerSettings, room: int) -> int:
     """Return the most tokens of each slot, at most as trained, that fit into `room`; 0: none."""
     most = min(shape.trained_context or MOST_CONTEXT, MOST_CONTEXT)
-    shape, room = _without_weights(shape, room)
+    bare, left = replace(shape, tensors=()), room - shape.size  # tensors may be many
 
     def fits(steps: int) -> bool:
         context = min(steps * CELL_PADDING, most)
-        return server_memory(shape, replace(settings, context=context)).needed <= room
+        return server_memory(bare, replace(settings, context=context)).needed <= left
 
     return min(_largest(math.ceil(most / CELL_PADDING), fits) * CELL_PADDING, most)
 
 
 def largest_slots(shape: ModelShape, settings: ServerSettings, room: int) -> int:
     """Return the most slots of this context that fit into `room`; 0: none."""
-    shape, room = _without_weights(shape, room)
+    bare, left = replace(shape, tensors=()), room - shape.size
     return _largest(
         MOST_SLOTS,
-        lambda slots: server_memory(shape, replace(settings, slots=slots)).needed <= room,
+        lambda slots: server_memory(bare, replace(settings, slots=slots)).needed <= left,
     )
-
-
-def _without_weights(shape: ModelShape, room: int) -> tuple[ModelShape, int]:
-    """Return the shape without its tensors, which may be many, and the room beside them."""
-    return replace(shape, tensors=()), room - shape.size
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -213,18 +214,24 @@ def bench(
     measured.
     """
     if compare is not None:
-        unfit = (url, load.concurrency, load.rate, load.trace, csv, plot, html)
-        if any(one is not None for one in unfit):
+        unfit = {url, load.concurrency, load.rate, load.trace, csv, plot, html}
+        if unfit != {None}:
             raise WrongUsage("--compare measures nothing: leave URL and load out")
         _compare(compare, as_json=as_json)
         return
     from gateway.cli.client import find_key, json_object, tls_context
     from gateway.config.errors import single_line
+    from gateway.config.fields import normalise_node_url
     from gateway.workshop.bench import report as reports
     from gateway.workshop.bench.exchange import ENDPOINTS
     from gateway.workshop.bench.load import BenchPlan, RequestGoal, RequestPattern
 
-    address = _checked_url(url)
+    if url is None:
+        raise WrongUsage("name the server's URL, such as http://127.0.0.1:8000")
+    try:
+        address = str(normalise_node_url(url.rstrip("/").removesuffix("/v1")))
+    except ValueError:
+        raise WrongUsage(f"{url}: must be like http://127.0.0.1:8000") from None
     options.check_folder("--csv", csv)
     options.check_folder("--html", html)
     options.check_plot_file(plot)
@@ -264,10 +271,8 @@ def bench(
         reports.draw_report(plot, report)
     if html is not None:
         html.write_text(reports.render_page(report), encoding="utf-8")
-    for path in (csv, plot, html):
-        if path is not None:
-            print_note(f"written: {path}")
-    raise typer.Exit(status or (0 if report.has_success else 1))
+    print_note(*(f"written: {path}" for path in (csv, plot, html) if path is not None))
+    raise typer.Exit(status or not any(one.succeeded for one in report.loads))
 
 
 def _measure(plan: BenchPlan) -> tuple[BenchReport, list[LoadRun], int]:
@@ -298,17 +303,6 @@ def _measure(plan: BenchPlan) -> tuple[BenchReport, list[LoadRun], int]:
     return session.report(), session.runs, status
 
 
-def _checked_url(url: str | None) -> str:
-    from gateway.config.fields import normalise_node_url
-
-    if url is None:
-        raise WrongUsage("name the server's URL, such as http://127.0.0.1:8000")
-    try:
-        return str(normalise_node_url(url.rstrip("/").removesuffix("/v1")))
-    except ValueError:
-        raise WrongUsage(f"{url}: must be like http://127.0.0.1:8000") from None
-
-
 def _meter(url: str) -> EnergyMeter | None:
     """A meter of this machine's energy, if the server is on it and it shows its counters."""
     from urllib.parse import urlsplit
@@ -316,12 +310,10 @@ def _meter(url: str) -> EnergyMeter | None:
     from gateway.local.energy import EnergyUnavailableError, open_meter
     from gateway.workshop.bench.exchange import is_this_machine
 
-    if not is_this_machine(urlsplit(url).hostname or ""):
-        return None
-    try:
-        return open_meter()
-    except EnergyUnavailableError:
-        return None
+    with suppress(EnergyUnavailableError):
+        if is_this_machine(urlsplit(url).hostname or ""):
+            return open_meter()
+    return None
 
 
 def _compare(paths: tuple[Path, Path], *, as_json: bool) -> None:

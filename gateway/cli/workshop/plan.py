@@ -274,15 +274,15 @@ def plan(
     table says which figure is from which. Nothing is sent anywhere, but for --fleet.
     """
     options.check_plot_file(plot)
-    _check_numbers(
-        {
-            # Of traffic in figures `Workload` checks it.
-            "--peak": (load.peak if fleet else None, 1.0, 1000.0),
-            "--price-per-kwh": (price_per_kwh, 0.0, 1e6),
-            "--claimed-per-million": (claimed_per_million, 0.0, 1e9),
-            "--time-limit": (time_limit, 1e-6, 86_400.0),
-        }
-    )
+    for name, value, least, most in (
+        # Of traffic in figures `Workload` checks it.
+        ("--peak", load.peak if fleet else None, 1.0, 1000.0),
+        ("--price-per-kwh", price_per_kwh, 0.0, 1e6),
+        ("--claimed-per-million", claimed_per_million, 0.0, 1e9),
+        ("--time-limit", time_limit, 1e-6, 86_400.0),
+    ):
+        if value is not None and not least <= value <= most:
+            raise WrongUsage(f"{name} {value:g}: must be a number from {least:g} to {most:,.0f}")
     from gateway.cli.workshop.simulate import read_trace_file
     from gateway.workshop.plan.catalogue import (
         NoTypeFitsError,
@@ -306,10 +306,9 @@ def plan(
         seed=seed,
         warm=fleet or start == "warm",
     )
-    if fleet:
-        for name, unfit in (("--backlog", load.backlog), ("--plot", plot), ("--models", models)):
-            if unfit is not None:
-                raise WrongUsage(f"{name} has no meaning with --fleet: leave it out")
+    for name, unfit in (("--backlog", load.backlog), ("--plot", plot), ("--models", models)):
+        if fleet and unfit is not None:
+            raise WrongUsage(f"{name} has no meaning with --fleet: leave it out")
     recorded, asked = None, None
     if load.trace is not None:
         names = [one.name for one in on_demand]
@@ -329,12 +328,11 @@ def plan(
         nodes.append(own.node(own.tokens_per_second, on_demand))
     else:
         told = {**vars(own), "claimed_per_million": claimed_per_million}
-        for name in _OF_OWN_NODE:
-            if told[name] is not None:
-                raise WrongUsage(
-                    f"--{name.replace('_', '-')} is of your node: give --tokens-per-second, too; "
-                    "prices of types are in the catalogue (--catalogue FILE)"
-                )
+        if given := [name for name in _OF_OWN_NODE if told[name] is not None]:
+            raise WrongUsage(
+                f"--{given[0].replace('_', '-')} is of your node: give --tokens-per-second, too; "
+                "prices of types are in the catalogue (--catalogue FILE)"
+            )
     currency = ""
     if not nodes or types:
         with failing_by(NoTypeFitsError, status=2):
@@ -344,9 +342,8 @@ def plan(
         currency = listed.currency
     if claimed_per_million is not None:
         _check_claim(nodes[0], claimed_per_million)
-    _plan_new(
-        question(asked, types=tuple(nodes), recorded=recorded), currency, time_limit, plot, as_json
-    )
+    new = question(asked, types=tuple(nodes), recorded=recorded)
+    _plan_new(new, currency, time_limit, plot, as_json)
 
 
 def _running_fleet(
@@ -387,13 +384,6 @@ def _running_fleet(
         return measured, traffic
 
 
-def _check_numbers(given: dict[str, tuple[float | None, float, float]]) -> None:
-    """Check the bounds of options that nothing else checks: value, least, most."""
-    for name, (value, least, most) in given.items():
-        if value is not None and not least <= value <= most:
-            raise WrongUsage(f"{name} {value:g}: must be a number from {least:g} to {most:,.0f}")
-
-
 _OF_OWN_NODE = (
     *("prefill_tokens_per_second", "price_per_hour", "price_per_month"),
     *("memory", "claimed_per_million"),
@@ -409,10 +399,9 @@ def _check_claim(node: NodeType, claimed: float) -> None:
     """Say whether a claimed price of a million tokens can be. Raises CommandFailed."""
     from gateway.workshop.plan.answer import contradiction
 
-    hour = node.per_hour
-    if hour is None:
+    if node.per_hour is None:
         raise WrongUsage("--claimed-per-million needs --price-per-hour or -month")
-    wrong = contradiction(hour, node.decode_tps, claimed)
+    wrong = contradiction(node.per_hour, node.decode_tps, claimed)
     print_note(wrong or f"{claimed:g} a million tokens is what its speed and price make")
 
 
@@ -503,11 +492,19 @@ def _show(
         if option.rejected:
             print(f"  {option.name} misses the goal: {option.rejected}")
     print()
-    print_rows(map(_deployment_row, rows))
+    print_rows(
+        [
+            ("DEPLOYMENT", row.way),
+            ("FLEET", row.fleet),
+            ("", row.verdict),
+            ("P95", None if row.trial is None else f"{row.trial.completion.p95:.1f}"),
+            ("MONTH", _money(row.per_month)),
+            ("REASON", row.reason),
+        ]
+        for row in rows
+    )
     if crossing is not None:
-        print()
-        for line in crossing_lines(crossing):
-            print(line)
+        print("", *crossing_lines(crossing), sep="\n")
     print("\nhow it comes about")
     for word, line in explain(found.question, best).items():
         print(f"  {word:<12}{line}")
@@ -538,17 +535,6 @@ def _times(trial: FleetTrial | None) -> list[tuple[str, object]]:
     wait, completion = trial.wait, trial.completion
     figures = (wait.mean, trial.ttft.p95, completion.mean, completion.p95)
     return [(title, f"{one:.2f}") for title, one in zip(titles, figures, strict=True)]
-
-
-def _deployment_row(row: Deployment) -> list[tuple[str, object]]:
-    return [
-        ("DEPLOYMENT", row.way),
-        ("FLEET", row.fleet),
-        ("", row.verdict),
-        ("P95", None if row.trial is None else f"{row.trial.completion.p95:.1f}"),
-        ("MONTH", _money(row.per_month)),
-        ("REASON", row.reason),
-    ]
 
 
 def _money(value: float | None, digits: int = 2) -> str | None:

@@ -391,31 +391,28 @@ def _simulate_elastic(
     from gateway.workshop.simulate.fleets import FleetError, from_text
     from gateway.workshop.simulate.simulation import StuckError, parse_figures
 
-    trace, seed = traffic.requests(), traffic.seed
+    trace = traffic.requests()
     with failing_by(ValueError, before="--elastic: ", status=2):
         rules = parse_figures(rules_text, ElasticFigures)
     with failing_by(FleetError, before="--standby: ", status=2):
         spares = from_text(standby, *servers)
     with failing_by(StuckError):
-        found = compare_elastic(trace, base, spares, rules, warm=warm, seed=seed)
+        found = compare_elastic(trace, base, spares, rules, warm=warm, seed=traffic.seed)
+    costs = [one.machine_hours * rules.cost for one in found]
+    pairs = list(zip(found, costs, strict=True))
     if as_json:
-        start = "warm" if warm else "cold"
-        told = [
-            {"fleet": one.policy, "cost": one.machine_hours * rules.cost, **one.as_dict()}
-            for one in found
+        told = [{"fleet": one.policy, "cost": cost, **one.as_dict()} for one, cost in pairs]
+        print_json({"start": "warm" if warm else "cold", "fleets": told})
+        return
+    rows = (
+        [
+            ("FLEET", one.policy),
+            *_seconds(("MACHINE-HOURS", one.machine_hours), ("COST", cost)),
+            ("STARTS", one.starts),
+            *_seconds(("WAIT", one.wait.mean), ("WAIT P95", one.wait.p95)),
+            *_seconds(("TTFT P50", one.ttft.p50), ("P95", one.ttft.p95), ("P99", one.ttft.p99)),
+            *_seconds(("COMPLETION", one.completion.mean)),
         ]
-        print_json({"start": start, "fleets": told})
-    else:
-        print_rows((_elastic_row(one, rules.cost) for one in found), state_column=0)
-
-
-def _elastic_row(one: PolicyReport, cost: float) -> list[tuple[str, object]]:
-    wait, ttft = one.wait, one.ttft
-    return [
-        ("FLEET", one.policy),
-        *_seconds(("MACHINE-HOURS", one.machine_hours), ("COST", one.machine_hours * cost)),
-        ("STARTS", one.starts),
-        *_seconds(("WAIT", wait.mean), ("WAIT P95", wait.p95)),
-        *_seconds(("TTFT P50", ttft.p50), ("P95", ttft.p95), ("P99", ttft.p99)),
-        *_seconds(("COMPLETION", one.completion.mean)),
-    ]
+        for one, cost in pairs
+    )
+    print_rows(rows, state_column=0)

@@ -135,13 +135,18 @@ def tune(
             goal,
             _earlier(records, remeasure=remeasure),
         )
+        known = (
+            (one.setting, one.figures.memory // len(plan.specs))
+            for one in session.earlier
+            if one.figures is not None and one.figures.memory is not None
+        )
         meter = _energy_meter()
         machine = MachineBenchmark(
             plan,
             request,
             context=slot,
             force_memory=force_memory,
-            known_memory=_known_memory(session, len(plan.specs)),
+            known_memory=next(known, None),
             meter=meter,
         )
         with models_in_use(model_parts(plan.model.path)):
@@ -220,14 +225,6 @@ def _earlier(records: search.MeasurementLog, *, remeasure: bool) -> list[search.
             "machine where they fit (--again measures everything again)"
         )
     return earlier
-
-
-def _known_memory(session: search.TuningSession, servers: int) -> tuple[search.Setting, int] | None:
-    """Return a setting of an earlier run, and the memory that a server took with it."""
-    for one in session.earlier:
-        if one.figures is not None and one.figures.memory is not None:
-            return one.setting, one.figures.memory // servers
-    return None
 
 
 def _run(

@@ -52,9 +52,8 @@ class Endpoint:
     name: str
     path: bytes  # below `/v1`
     is_stream: bool
-    prompt_fields: Callable[[str], dict[str, Any]] = field(repr=False)
-    """A body's fields that hold the prompt."""
-    has_content: Callable[[Mapping[str, Any]], bool] = field(repr=False)
+    prompt_fields: Callable[[str], dict[str, Any]]  # of a body, which hold the prompt
+    has_content: Callable[[Mapping[str, Any]], bool]
     """Whether an event, or a plain response, holds some of what was asked for."""
 
     def body(
@@ -209,9 +208,7 @@ class StreamReader:
     """Reads a stream of server-sent events, whose bytes come in any pieces."""
 
     def __init__(self, endpoint: Endpoint, result: RequestResult, most_events: int) -> None:
-        self._endpoint = endpoint
-        self._result = result
-        self._most_events = most_events
+        self._endpoint, self.result, self._most_events = endpoint, result, most_events
         self._framer = sse.EventFramer(MOST_EVENT_BYTES, keep_comments=False)
         self._received = 0
         self.is_done = False  # whether `[DONE]` has come, or why the answer has ended
@@ -226,21 +223,20 @@ class StreamReader:
         except InvalidResponse as error:
             raise ExchangeError("too_large", str(error)) from None
         for event in sse.split(events):
-            if content := sse.payload(event):
-                self._event(content, now)
+            content = sse.payload(event)
+            if content == b"[DONE]":
+                self.is_done = True
+            elif content:
+                self._take(read_object(content), now)
 
-    def _event(self, data: bytes, now: float) -> None:
-        if data == b"[DONE]":
-            self.is_done = True
-            return
-        event = read_object(data)
+    def _take(self, event: dict[str, object], now: float) -> None:
         if event.get("error"):
             raise ExchangeError("error_event", message_of(event))
-        self._result.learn(event)
+        result = self.result
+        result.learn(event)
         self.is_done = self.is_done or is_finished(event)
         if not self._endpoint.has_content(event):
             return
-        result = self._result
         if result.last is None:
             result.first = now
         else:
@@ -263,12 +259,12 @@ class RequestSender:
     async def send(self, result: RequestResult, body: bytes, max_tokens: int) -> None:
         """Send one request, and fill in its result: its failure too. Never raises for a server."""
         result.started = self.clock()
+        reader = StreamReader(self.endpoint, result, 2 * max_tokens + SPARE_EVENTS)
+        path = b"/v1" + self.endpoint.path
+        head = self.pool.address.request_head(b"POST", path, _HEADERS, len(body))
         connection: NodeConnection | None = None
         try:
             async with asyncio.timeout(self.timeout):
-                head = self.pool.address.request_head(
-                    b"POST", b"/v1" + self.endpoint.path, _HEADERS, len(body)
-                )
                 while True:
                     connection = self.pool.take_idle()
                     if connection is None:
@@ -276,13 +272,11 @@ class RequestSender:
                         connection = await self.pool.connect(CONNECT_SECONDS)
                         result.connect_seconds += self.clock() - began
                     try:
-                        await self._exchange(connection, head, body, result, max_tokens)
+                        connection.send(head, body)
+                        await self._read(connection, reader)
+                        break
                     except StaleConnection:
                         connection.close()
-                        continue
-                    break
-            self.pool.release(connection)
-            connection = None
         except TimeoutError:
             reason = "no_answer" if result.first is None else "too_slow"
             result.error, result.detail = reason, f"not done within {self.timeout:g} s"
@@ -295,33 +289,24 @@ class RequestSender:
             result.detail = single_line(error.detail[:LONGEST_DETAIL])
         finally:
             if connection is not None:
-                connection.close()
+                self.pool.release(connection)  # closed, if it was not read to its end
             result.ended = self.clock()
 
-    async def _exchange(
-        self,
-        connection: NodeConnection,
-        head: bytes,
-        body: bytes,
-        result: RequestResult,
-        max_tokens: int,
-    ) -> None:
-        reader = StreamReader(self.endpoint, result, 2 * max_tokens + SPARE_EVENTS)
+    async def _read(self, connection: NodeConnection, reader: StreamReader) -> None:
+        result = reader.result
         failure: list[ExchangeError] = []
 
         def take() -> bool:
             """Read what has come. Whether to go on waiting; called as soon as it comes."""
             if not is_stream(connection, self.endpoint):
                 return False
-            now = self.clock()
             try:
-                reader.feed(connection.read_nowait(), now)
+                reader.feed(connection.read_nowait(), self.clock())
             except ExchangeError as error:
                 failure.append(error)
                 return False
             return not connection.complete
 
-        connection.send(head, body)
         while True:
             await connection.wait_for_data(take)
             if not failure and connection.status:
@@ -333,7 +318,7 @@ class RequestSender:
                 raise failure[0]
             if connection.complete:
                 break
-        self._note_head(connection, result)
+        _note_head(connection, result)
         if result.events == 0:
             raise ExchangeError("empty", "the stream ended without a token")
         if not reader.is_done:
@@ -341,33 +326,28 @@ class RequestSender:
 
     async def _plain(self, connection: NodeConnection, result: RequestResult) -> None:
         """Read a response that is no stream."""
-        self._note_head(connection, result)
+        _note_head(connection, result)
         if connection.status != 200:
-            raise await self._refused(connection, result)
+            result.retry_after = retry_after(connection.headers, time.time())
+            detail = ""
+            with contextlib.suppress(TimeoutError, UpstreamError, ExchangeError):
+                async with asyncio.timeout(ERROR_BODY_SECONDS):
+                    content = await connection.read_all(MOST_ERROR_BYTES)
+                detail = message_of(read_object(content))
+            raise ExchangeError(f"http_{connection.status}", detail)
         if self.endpoint.is_stream:
             kind = _header(connection, b"content-type") or "none"
             raise ExchangeError("no_stream", f"content type {kind}")
-        content = await connection.read_all(MOST_RESPONSE_BYTES)
-        reply = read_object(content)
+        reply = read_object(await connection.read_all(MOST_RESPONSE_BYTES))
         result.learn(reply)
         if not self.endpoint.has_content(reply):
             raise ExchangeError("empty", "the response holds nothing of what was asked for")
 
-    async def _refused(self, connection: NodeConnection, result: RequestResult) -> ExchangeError:
-        reason = f"http_{connection.status}"
-        result.retry_after = retry_after(connection.headers, time.time())
-        try:
-            async with asyncio.timeout(ERROR_BODY_SECONDS):
-                content = await connection.read_all(MOST_ERROR_BYTES)
-            detail = message_of(read_object(content))
-        except (TimeoutError, UpstreamError, ExchangeError):
-            detail = ""
-        return ExchangeError(reason, detail)
 
-    def _note_head(self, connection: NodeConnection, result: RequestResult) -> None:
-        with contextlib.suppress(ValueError):
-            waited = float(_header(connection, b"x-gateway-queue-ms") or "")
-            result.queue_seconds = waited / 1000 if 0 <= waited < math.inf else None
+def _note_head(connection: NodeConnection, result: RequestResult) -> None:
+    with contextlib.suppress(ValueError):
+        waited = float(_header(connection, b"x-gateway-queue-ms"))
+        result.queue_seconds = waited / 1000 if 0 <= waited < math.inf else None
 
 
 _HEADERS = (
@@ -380,7 +360,7 @@ def is_stream(connection: NodeConnection, endpoint: Endpoint) -> bool:
     """Whether the response is the stream that was asked for."""
     if connection.status != 200 or not endpoint.is_stream:
         return False
-    kind = _header(connection, b"content-type") or ""
+    kind = _header(connection, b"content-type")
     return kind.partition(";")[0].strip().lower() == "text/event-stream"
 
 
@@ -402,11 +382,8 @@ def message_of(reply: dict[str, object]) -> str:
     return message[:LONGEST_DETAIL] if isinstance(message, str) else ""
 
 
-def _header(connection: NodeConnection, name: bytes) -> str | None:
-    for one, value in connection.headers:
-        if one == name:
-            return value.decode("latin-1")
-    return None
+def _header(connection: NodeConnection, name: bytes) -> str:
+    return next((value.decode("latin-1") for one, value in connection.headers if one == name), "")
 
 
 _TEXT = """
@@ -453,16 +430,14 @@ class PromptWriter:
 
     def write(self, text: TracePrompt) -> str:
         """Write a prompt."""
-        whole = self.calibration.words(text.tokens)
-        shared = 0
+        whole, shared, words = self.calibration.words(text.tokens), 0, []
         if text.prefix:
             shared = min(whole, round(text.prefix_tokens / self.calibration.tokens_per_word))
-        if not shared:
-            return random_words(f"{self.seed} stream {text.stream}", whole)
-        prefix = _prefix_words(f"{self.seed} prefix {text.prefix}", shared)
-        if shared == whole:
-            return prefix
-        return f"{prefix} {random_words(f'{self.seed} stream {text.stream}', whole - shared)}"
+        if shared:
+            words.append(_prefix_words(f"{self.seed} prefix {text.prefix}", shared))
+        if shared < whole:
+            words.append(random_words(f"{self.seed} stream {text.stream}", whole - shared))
+        return " ".join(words)
 
 
 def random_words(seed: str, count: int) -> str:
@@ -530,15 +505,27 @@ async def describe_server(sender: RequestSender, model: str | None) -> ServerDes
     except (ConnectFailed, ConnectTimedOut) as error:
         raise TargetError(f"can't be reached: {error}. Is the server running?") from None
     except (UpstreamError, TimeoutError, ExchangeError) as error:
-        reason = str(error) or f"no answer within {_question_seconds(sender):g} s"
+        limit = min(sender.timeout, QUESTION_SECONDS)
+        reason = str(error) or f"no answer within {limit:g} s"
         found.notes.append(f"/v1/models does not answer ({reason}).")
         return found
     if status in {401, 403}:
         raise TargetError(
             f"it refuses us ({status}). Remedy: --key-file FILE, or the key in LLAMA_GATEWAY_KEY"
         )
-    _choose_model(found, status, models)
-    listed = _objects(models.get("data"))
+    data = models.get("data")
+    listed = [one for one in data if isinstance(one, dict)] if isinstance(data, list) else []
+    names = [one["id"] for one in listed if isinstance(one.get("id"), str)]
+    if model is not None:
+        if names and model not in names:
+            found.notes.append(f"/v1/models does not list {model}.")
+    elif not names:
+        note = f"/v1/models names no model (status {status}): requests name none. --model NAME"
+        found.notes.append(note)
+    else:
+        found.model = names[0]
+        if len(names) > 1:
+            found.notes.append(f"Of {len(names)} models the first, {names[0]}: --model chooses.")
     found.round_trip = first_trip
     try:
         for _ in range(ROUND_TRIPS - 1):
@@ -553,20 +540,6 @@ async def describe_server(sender: RequestSender, model: str | None) -> ServerDes
     owners = {str(one.get("owned_by")) for one in listed}
     found.ignores_eos = found.slots is not None or bool(owners & {"llamacpp", "vllm"})
     return found
-
-
-def _choose_model(found: ServerDescription, status: int, reply: Mapping[str, Any]) -> None:
-    names = [one["id"] for one in _objects(reply.get("data")) if isinstance(one.get("id"), str)]
-    if found.model is not None:
-        if names and found.model not in names:
-            found.notes.append(f"/v1/models does not list {found.model}.")
-    elif not names:
-        note = f"/v1/models names no model (status {status}): requests name none. --model NAME"
-        found.notes.append(note)
-    else:
-        found.model = names[0]
-        if len(names) > 1:
-            found.notes.append(f"Of {len(names)} models the first, {names[0]}: --model chooses.")
 
 
 async def probe_server(
@@ -648,15 +621,11 @@ class Baseline:
         )
 
 
-def _question_seconds(sender: RequestSender) -> float:
-    return min(sender.timeout, QUESTION_SECONDS)
-
-
 async def _ask_json(sender: RequestSender, path: bytes) -> tuple[int, dict[str, Any], float]:
     """Status, object (empty if it is none), and seconds from sending to the head."""
     sent = [0.0]
     async with (
-        asyncio.timeout(_question_seconds(sender)),
+        asyncio.timeout(min(sender.timeout, QUESTION_SECONDS)),
         sender.pool.response(
             sender.pool.address.request_head(b"GET", path, _QUESTION_HEADERS, None),
             b"",
@@ -677,7 +646,3 @@ _QUESTION_HEADERS = b"accept: application/json\r\naccept-encoding: identity\r\n"
 
 def _shown(result: RequestResult) -> str:
     return f"{result.error}: {result.detail}" if result.detail else str(result.error)
-
-
-def _objects(value: object) -> list[dict[str, Any]]:
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []

@@ -14,10 +14,11 @@ import json
 import random
 import ssl
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from enum import StrEnum
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from gateway.workshop.bench.exchange import Endpoint, PromptWriter, RequestResult, RequestSender
@@ -103,16 +104,6 @@ def parse_loads(loop: Loop, text: str, requests: int | None, seconds: float | No
     return loads
 
 
-def poisson_times(load: Load, rng: random.Random) -> Iterator[float]:
-    """Seconds from the load's start at which its requests start."""
-    at = 0.0
-    for _ in range(load.requests):
-        at += rng.expovariate(load.level)
-        if load.seconds is not None and at > load.seconds:
-            return
-        yield at
-
-
 TICK_SECONDS = 0.01  # between two looks at the clock
 MOST_SAMPLES = 20_000  # kept of the looks at the clock; of more, a random choice
 
@@ -138,20 +129,20 @@ class LagMonitor:
     rng: random.Random = field(default_factory=lambda: random.Random(1))
     _samples: list[float] = field(default_factory=list)
     _seen: int = 0
-    _began: tuple[float, float] = (0.0, 0.0)
-    _ended: tuple[float, float] | None = None
+    _cpu_share: float = 0.0
 
     @asynccontextmanager
     async def watching(self) -> AsyncGenerator[None, None]:
         """Watch until the context ends."""
-        self._began = self.clock(), self.cpu_clock()
+        began, cpu_began = self.clock(), self.cpu_clock()
         task = asyncio.create_task(self._watch())
         try:
             yield
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            self._ended = self.clock(), self.cpu_clock()
+            seconds = self.clock() - began
+            self._cpu_share = (self.cpu_clock() - cpu_began) / seconds if seconds > 0 else 0.0
 
     async def _watch(self) -> None:
         while True:
@@ -166,13 +157,8 @@ class LagMonitor:
 
     def figures(self, start_lags: list[float], held_back: int) -> ClientFigures:
         """The figures of the context."""
-        ended, cpu_ended = self._ended or (self.clock(), self.cpu_clock())
-        began, cpu_began = self._began
-        seconds = ended - began
-        share = (cpu_ended - cpu_began) / seconds if seconds > 0 else 0.0
-        return ClientFigures(
-            Percentiles.of(self._samples), Percentiles.of(start_lags), share, held_back
-        )
+        lag, start_lag = Percentiles.of(self._samples), Percentiles.of(start_lags)
+        return ClientFigures(lag, start_lag, self._cpu_share, held_back)
 
 
 # Seconds for which a worker of the closed loop pauses after a failure; they double.
@@ -205,17 +191,14 @@ class RequestGoal:
     completion: float | None = None
 
     def __bool__(self) -> bool:
-        return any(one is not None for one in (self.ttft, self.inter_token, self.completion))
+        return any(one is not None for one in astuple(self))
 
     def is_met(self, result: RequestResult) -> bool:
         """Whether a request succeeded and kept all of it. A figure that it lacks is kept."""
-        pairs = (
-            (self.ttft, result.ttft),
-            (self.inter_token, result.inter_token),
-            (self.completion, result.completion),
-        )
+        figures = (result.ttft, result.inter_token, result.completion)
         return result.error is None and all(
-            wanted is None or found is None or found <= wanted for wanted, found in pairs
+            wanted is None or found is None or found <= wanted
+            for wanted, found in zip(astuple(self), figures, strict=True)
         )
 
 
@@ -253,6 +236,11 @@ class LoadRun:
     joules: float | None = None  # energy of the machine while the load ran. None: not measured.
     is_whole: bool = False  # False: it was interrupted
 
+    @property
+    def began(self) -> float:
+        """When its first request should have started."""
+        return min((one.intended for one in self.results), default=0.0)
+
 
 @dataclass(slots=True)
 class LoadRunner:
@@ -269,10 +257,10 @@ class LoadRunner:
     _room: asyncio.Semaphore = field(init=False)  # for requests of an open loop
     _held_back: int = 0  # requests of this load that have waited for it
 
-    async def warm_up(self, requests: int) -> list[RequestResult]:
-        """Send so many requests, one after the other."""
-        jobs = [self._next_job() for _ in range(requests)]
-        return [await self._send(job, self._body(job), None) for job in jobs]
+    async def warm_up(self) -> list[RequestResult]:
+        """Send the first requests, one after the other."""
+        jobs = [self._next_job() for _ in range(self.plan.warm_up)]
+        return [await self._send(job, self._body(job), self.clock()) for job in jobs]
 
     async def run(self, run: LoadRun) -> None:
         """Put the load on the server, and fill in what comes of it, however it ends."""
@@ -282,14 +270,14 @@ class LoadRunner:
         gc.collect()
         gc.freeze()
         joules = None if meter is None else meter.joules()
+        is_open = run.load.loop is not Loop.CLOSED
         try:
             sampling = nullcontext() if meter is None else meter.sampling()
             async with sampling, monitor.watching():
-                await (self._closed(run) if run.load.loop is Loop.CLOSED else self._open(run))
+                await (self._open(run) if is_open else self._closed(run))
             run.is_whole = True
         finally:
             gc.unfreeze()
-            is_open = run.load.loop is not Loop.CLOSED
             lags = [max(0.0, one.started - one.intended) for one in run.results if is_open]
             run.client = monitor.figures(lags, self._held_back)
             after = None if meter is None else meter.joules()
@@ -306,25 +294,25 @@ class LoadRunner:
         fields = endpoint.body(self.model, prompt, job.output, self.extra)
         return json.dumps(fields).encode()
 
-    # Closed loop.
-
     async def _closed(self, run: LoadRun) -> None:
         load = run.load
         until = None if load.seconds is None else self.clock() + load.seconds
-        left = [load.requests]
+        left = load.requests
 
         async def work() -> None:
+            nonlocal left
             pause = FIRST_PAUSE
-            while left[0] > 0 and (until is None or self.clock() < until):
-                left[0] -= 1
+            while left > 0 and (until is None or self.clock() < until):
+                left -= 1
                 job = self._next_job()
-                result = await self._send(job, self._body(job), None)
+                body = self._body(job)
+                result = await self._send(job, body, self.clock())
                 run.results.append(result)
                 if result.error is None:
                     pause = FIRST_PAUSE
                     continue
                 wait = max(pause, min(result.retry_after or 0.0, LONGEST_RETRY_AFTER))
-                if left[0] <= 0 or (until is not None and self.clock() + wait >= until):
+                if left <= 0 or (until is not None and self.clock() + wait >= until):
                     return
                 await asyncio.sleep(wait)
                 pause = min(2 * pause, LONGEST_PAUSE)
@@ -333,21 +321,24 @@ class LoadRunner:
             for _ in range(min(int(load.level), load.requests)):
                 group.create_task(work())
 
-    # Open loop.
-
     async def _open(self, run: LoadRun) -> None:
         """Send requests at their times. A later turn of a conversation waits for the one before."""
         load, trace, began = run.load, self.plan.trace or Trace([]), self.clock()
         jobs, speed = iter(trace.jobs), load.level
         if load.loop is Loop.POISSON:
             rng = random.Random(f"{self.plan.seed} arrivals {load.level}")
-            jobs, speed = map(self._next_job, poisson_times(load, rng)), 1.0
+            times = accumulate(rng.expovariate(load.level) for _ in range(load.requests))
+            jobs, speed = map(self._next_job, times), 1.0
 
         async def converse(job: Job, body: bytes) -> None:
             """Send a request, for which there is room, and the turns that follow it."""
             intended = began + job.time / speed
             while True:
-                result = await self._arrive(run, job, body, intended)
+                try:
+                    result = await self._send(job, body, intended)
+                finally:
+                    self._room.release()
+                run.results.append(result)
                 later = trace.next_turns.get(job.id)
                 if later is None:
                     return
@@ -377,17 +368,9 @@ class LoadRunner:
         self._held_back += self._room.locked()
         await self._room.acquire()
 
-    async def _arrive(self, run: LoadRun, job: Job, body: bytes, intended: float) -> RequestResult:
-        try:
-            result = await self._send(job, body, intended)
-        finally:
-            self._room.release()
-        run.results.append(result)
-        return result
-
-    async def _send(self, job: Job, body: bytes, intended: float | None) -> RequestResult:
-        """Send a request that should have started then; None: now."""
-        result = RequestResult(job.id, self.clock() if intended is None else intended)
+    async def _send(self, job: Job, body: bytes, intended: float) -> RequestResult:
+        """Send a request that should have started then."""
+        result = RequestResult(job.id, intended)
         await self.sender.send(result, body, job.output)
         self.on_end(result)
         return result

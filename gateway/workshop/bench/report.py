@@ -129,6 +129,11 @@ class LoadFigures:
         """Requests that failed."""
         return self.requests - self.succeeded
 
+    def failure(self, reason: str) -> str:
+        """A reason, with an example of the server's words."""
+        words = self.details.get(reason)
+        return f"{reason} ({words})" if words else reason
+
     def as_dict(self) -> dict[str, Any]:
         """For scripts."""
         found = asdict(self)
@@ -144,8 +149,7 @@ def figures_of(
     `round_trip`: seconds of a trivial request. `alone_ttft`: TTFT of a request that was alone.
     """
     results, sound = run.results, [one for one in run.results if one.error is None]
-    began = min((one.intended for one in results), default=0.0)
-    seconds = max((one.ended for one in results), default=0.0) - began
+    seconds = max((one.ended for one in results), default=0.0) - run.began
     tokens = sum(one.tokens for one in sound)
     prompts = _known(sound, lambda one: one.prompt_tokens)
     events = sum(one.events for one in sound)
@@ -153,6 +157,7 @@ def figures_of(
     speeds = [1 / gap for gap in _known(sound, lambda one: one.inter_token) if gap > 0]
     failed = [one for one in results if one.error is not None]
     kept = sound[:: -(-len(sound) // MOST_SAMPLES) or 1]
+    goodput = {"share": _rate(good, len(results)), "requests_per_second": _rate(good, seconds)}
     return LoadFigures(
         load=run.load,
         is_whole=run.is_whole,
@@ -173,12 +178,7 @@ def figures_of(
         cached_tokens=_mean(_known(sound, lambda one: one.cached_tokens)),
         completion_tokens=_rate(tokens, len(sound)),
         tokens_per_event=tokens / events if events else None,
-        goodput={
-            "share": _rate(good, len(results)),
-            "requests_per_second": _rate(good, seconds),
-        }
-        if goal
-        else None,
+        goodput=goodput if goal else None,
         client=run.client,
         parts=_parts(sound, round_trip, alone_ttft),
         joules=run.joules,
@@ -199,12 +199,10 @@ def _parts(
     if not sound:
         return Parts()
     network = _rate(sum(one.connect_seconds for one in sound), len(sound)) + (round_trip or 0.0)
-    decode = _mean(
-        [one.last - one.first for one in sound if one.first is not None and one.last is not None]
-    )
     ttft = _mean(_known(sound, lambda one: one.ttft))
     if ttft is None:
         return Parts(network=network)
+    decode = _mean([(one.last or 0.0) - one.first for one in sound if one.first is not None])
     prefill = _mean(_known(sound, lambda one: one.prefill_seconds))
     queued = _mean(_known(sound, lambda one: one.queue_seconds))
     if prefill is not None:
@@ -249,14 +247,12 @@ LEAST_LAG = 0.005  # seconds below which the client's lag is never what limits
 
 def judge(figures: LoadFigures, server: ServerDescription, baseline: Baseline) -> Verdict:
     """What limits a load: the client if it is too slow, else the longest part of a request."""
-    if (found := _client(figures)) is not None:
+    if found := _client(figures):
         return Verdict(Limit.CLIENT, found)
     if not figures.requests:
         return Verdict(Limit.ERRORS, "no request ended")
     if not figures.succeeded:
-        reason = next(iter(figures.errors))
-        words = figures.details.get(reason)
-        told = f"{reason} ({words})" if words else reason
+        told = figures.failure(next(iter(figures.errors)))
         return Verdict(Limit.ERRORS, f"every request failed, most of them with {told}")
     parts, slots, speed = figures.parts, server.slots, figures.tokens_per_second
     times = {
@@ -268,7 +264,12 @@ def judge(figures: LoadFigures, server: ServerDescription, baseline: Baseline) -
     whole = sum(times.values())
     if figures.ttft is None or whole <= 0:
         return Verdict(Limit.UNKNOWN, "the response has no tokens, so its time has no known parts")
-    limit, at_a_time = max(times, key=times.__getitem__), _under_way(figures)
+    limit = max(times, key=times.__getitem__)
+    # Requests that were under way at a time, on average: by Little's law in the open loop.
+    at_a_time = min(figures.load.level, figures.requests)
+    if figures.load.loop is not Loop.CLOSED:
+        completion = 0.0 if figures.completion is None else figures.completion.mean
+        at_a_time = figures.requests_per_second * completion
     if limit is Limit.SLOTS and slots is not None and at_a_time <= slots:
         # All had a slot, so what they waited for was other requests' prefill.
         return Verdict(
@@ -295,8 +296,8 @@ def judge(figures: LoadFigures, server: ServerDescription, baseline: Baseline) -
     return Verdict(limit, reason)
 
 
-def _client(figures: LoadFigures) -> str | None:
-    """Why the client is what limits; None: it is not."""
+def _client(figures: LoadFigures) -> str:
+    """Why the client is what limits; empty: it is not."""
     client = figures.client
     if exhausted := figures.errors.get("exhausted"):
         return (
@@ -304,7 +305,7 @@ def _client(figures: LoadFigures) -> str | None:
             "machine: raise `ulimit -n`, or measure with a smaller load"
         )
     if not figures.succeeded:
-        return None
+        return ""
     if client.cpu_share > MOST_CPU_SHARE:
         return (
             f"the load generator used {client.cpu_share:.0%} of a CPU, and can't use more: "
@@ -324,15 +325,7 @@ def _client(figures: LoadFigures) -> str | None:
                 f"({milliseconds(measured.p50)}): other work holds up this machine, or the load is "
                 "too large for one process"
             )
-    return None
-
-
-def _under_way(figures: LoadFigures) -> float:
-    """Requests that were under way at a time, on average: by Little's law in the open loop."""
-    if figures.load.loop is Loop.CLOSED:
-        return min(figures.load.level, figures.requests)
-    completion = 0.0 if figures.completion is None else figures.completion.mean
-    return figures.requests_per_second * completion
+    return ""
 
 
 FORMAT = 1  # of the JSON report; a later one that older programs can't read has a higher number
@@ -368,11 +361,6 @@ class BenchReport:
         """One line for pictures and pages."""
         return f"{self.server.model or 'unnamed model'} at {self.url}"
 
-    @property
-    def has_success(self) -> bool:
-        """Whether any request succeeded."""
-        return any(one.succeeded for one in self.loads)
-
     def as_dict(self) -> dict[str, Any]:
         """For scripts, and for `--compare`."""
         loads = [one.as_dict() for one in self.loads]
@@ -406,28 +394,24 @@ def table_rows(report: BenchReport) -> list[list[tuple[str, str | None]]]:
 
 def remarks(report: BenchReport) -> list[str]:
     """What to know beside the table."""
-    lines = [
-        f"{one.load.label}: {one.verdict.limit.value}: {one.verdict.reason}" for one in report.loads
-    ]
+    lines = [f"{one.load.label}: {one.verdict.limit}: {one.verdict.reason}" for one in report.loads]
     for found in report.loads:
+        label, each = found.load.label, found.tokens_per_event
         for reason, count in found.errors.items():
-            words = found.details.get(reason)
-            lines.append(
-                f"{found.load.label}: {count} failed with {reason}"
-                + (f" ({words})" if words else "")
-            )
+            lines.append(f"{label}: {count} failed with {found.failure(reason)}")
         if not found.is_whole:
-            lines.append(f"{found.load.label}: interrupted, its figures are of what ended")
-        if (each := found.tokens_per_event) is not None and each > 1.1:
+            lines.append(f"{label}: interrupted, its figures are of what ended")
+        if each is not None and each > 1.1:
             lines.append(
-                f"{found.load.label}: {each:.2g} tokens an event; the time between tokens is the "
-                "mean over an event's tokens"
+                f"{label}: {each:.2g} tokens an event; the time between tokens is the mean over an "
+                "event's tokens"
             )
     if report.loads:
         lag = max(one.client.lag.p95 for one in report.loads)
         share = max(one.client.cpu_share for one in report.loads)
-        open_loads = [one for one in report.loads if one.load.loop is not Loop.CLOSED]
-        starts = [one.client.start_lag.p95 for one in open_loads]
+        starts = [
+            one.client.start_lag.p95 for one in report.loads if one.load.loop is not Loop.CLOSED
+        ]
         late = f"requests started at most {milliseconds(max(starts))} late, " if starts else ""
         lines.append(
             f"The load generator itself: lag at most {milliseconds(lag)} (95th percentile; a "
@@ -461,9 +445,8 @@ def write_requests(file: TextIO, runs: Sequence[LoadRun]) -> None:
     writer = csv.writer(file)
     writer.writerow(["load", "request", "intended_start", *CSV_COLUMNS])
     for run in runs:
-        began = min((one.intended for one in run.results), default=0.0)
         for one in run.results:
-            cells: list[object] = [run.load.label, one.number, one.intended - began]
+            cells: list[object] = [run.load.label, one.number, one.intended - run.began]
             cells += [read(one) for read in CSV_COLUMNS.values()]
             writer.writerow([f"{x:.6f}" if isinstance(x, float) else x for x in cells])
 
@@ -578,9 +561,9 @@ def draw_report(path: Path, report: BenchReport) -> None:
 
     figure = Figure(figsize=(12, 4), dpi=100, layout="constrained")
     panels = figure.subplots(1, 3)
-    for axes, name in zip(panels, ("ttft", "completion"), strict=False):
-        title = "TTFT" if name == "ttft" else name
-        draw_shares(axes, title, {one.load.label: one.samples[name] for one in report.loads})
+    for axes, title in zip(panels, ("TTFT", "completion"), strict=False):
+        samples = {one.load.label: one.samples[title.lower()] for one in report.loads}
+        draw_shares(axes, title, samples)
     panels[0].set_ylabel("share of requests")
     labels = [one.load.label for one in report.loads]
     panels[2].bar(labels, [one.total_tokens_per_second for one in report.loads])
@@ -661,14 +644,13 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> tuple[list[Differe
         earlier, later = (
             {str(one["label"]): one for one in report["loads"]} for report in (before, after)
         )
-        common = [label for label in earlier if label in later]
-        if not common:
+        if earlier.keys().isdisjoint(later):
             raise ComparisonError(
                 f"the runs have no load in common: {', '.join(earlier) or 'none'}; "
                 f"{', '.join(later) or 'none'}"
             )
         differences = []
-        for label in common:
+        for label in (label for label in earlier if label in later):
             one, two = _comparable(earlier[label]), _comparable(later[label])
             fewest = min(len(run[label]["samples"]["completion"]) for run in (earlier, later))
             if fewest < LEAST_COMPARED:
@@ -677,9 +659,7 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> tuple[list[Differe
                 )
                 continue
             differences += [
-                _difference(label, figure, one[figure], two[figure])
-                for figure in one
-                if figure in two
+                _difference(label, name, one[name], two[name]) for name in one if name in two
             ]
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ComparisonError(f"a report is broken ({type(error).__name__}: {error})") from None
@@ -693,7 +673,6 @@ def _differing(one: object, two: object) -> str:
     return f"{one!r} and {two!r}"
 
 
-_COMPARED = ("TTFT", "inter-token", "completion")
 _Statistic = Callable[["NDArray[Any]"], "NDArray[Any]"]
 
 
@@ -701,21 +680,20 @@ def _comparable(load: dict[str, Any]) -> dict[str, tuple[NDArray[Any], _Statisti
     """The figures of a load that can be compared: its requests, each a row, and the statistic."""
     import numpy as np
 
-    samples = {
-        name: np.array(load["samples"][name], dtype=float)
+    ttft, inter_token, completion, tokens = columns = [
+        np.array(load["samples"][name], dtype=float)
         for name in ("ttft", "inter_token", "completion", "tokens")
-    }
-    for column in samples.values():
+    ]
+    for column in columns:
         if column.ndim != 1 or not (np.isfinite(column) & (column >= 0)).all():
             raise ValueError("samples must be finite numbers of at least 0")
-    tokens, completion = samples.pop("tokens"), samples["completion"]
     if len(completion) != len(tokens):
         raise ValueError("completion and tokens differ in length")
     found: dict[str, tuple[NDArray[Any], _Statistic]] = {}
-    for name, column in zip(_COMPARED, samples.values(), strict=True):
+    times = {"TTFT": ttft, "inter-token": inter_token, "completion": completion}
+    for name, column in times.items():
         for percent in (50, 95) if len(column) >= LEAST_COMPARED else ():
-            statistic = partial(np.percentile, q=percent, axis=-1)
-            found[f"{name} p{percent}"] = column, statistic
+            found[f"{name} p{percent}"] = column, partial(np.percentile, q=percent, axis=-1)
     if load["load"]["loop"] == "closed":
         level = float(load["load"]["level"])
 
@@ -758,9 +736,8 @@ def _difference(
     if len(finite):
         tail = (1 - CONFIDENCE) / 2
         low, high = map(float, np.quantile(finite, [tail, 1 - tail]))
-    less_is_better = figure != THROUGHPUT
     return Difference(
-        label, figure, float(was), float(now), change, low, high, less_is_better=less_is_better
+        label, figure, float(was), float(now), change, low, high, figure != THROUGHPUT
     )
 
 
@@ -788,38 +765,30 @@ class BenchSession:
         """Measure. Raises TargetError, FitError."""
         plan = self.plan
         with closing(ConnectionPool(url_address(plan.url, plan.key, plan.tls))) as pool:
-            await self._run(pool)
-
-    async def _run(self, pool: ConnectionPool) -> None:
-        plan = self.plan
-        self.on_phase("asking the server what it is")
-        sender = RequestSender(pool, plan.endpoint, plan.timeout, self.clock)
-        self._server = await describe_server(sender, plan.model)
-        self._check_fit()
-        self.on_phase("calibrating the prompts' length")
-        ignores = self._server.ignores_eos if plan.ignore_eos is None else plan.ignore_eos
-        self._calibration, extra = await probe_server(
-            sender, self._server, plan.extra, ignores, plan.seed
-        )
-        writer, model = PromptWriter(plan.seed, self._calibration), self._server.model
-        runner = LoadRunner(plan, sender, writer, model, extra, self.clock, self.on_request)
-        self.on_phase("warming up")
-        self._baseline = Baseline.of(await runner.warm_up(plan.warm_up))
-        for load in plan.loads:
-            self.on_load(load)
-            run = LoadRun(load)
-            self.runs.append(run)
-            await runner.run(run)
-            self.on_load_end(self._figures(run))
+            self.on_phase("asking the server what it is")
+            sender = RequestSender(pool, plan.endpoint, plan.timeout, self.clock)
+            self._server = await describe_server(sender, plan.model)
+            self._check_fit()
+            self.on_phase("calibrating the prompts' length")
+            ignores = self._server.ignores_eos if plan.ignore_eos is None else plan.ignore_eos
+            self._calibration, extra = await probe_server(
+                sender, self._server, plan.extra, ignores, plan.seed
+            )
+            writer, model = PromptWriter(plan.seed, self._calibration), self._server.model
+            runner = LoadRunner(plan, sender, writer, model, extra, self.clock, self.on_request)
+            self.on_phase("warming up")
+            self._baseline = Baseline.of(await runner.warm_up())
+            for load in plan.loads:
+                self.on_load(load)
+                run = LoadRun(load)
+                self.runs.append(run)
+                await runner.run(run)
+                self.on_load_end(self._figures(run))
 
     def report(self) -> BenchReport:
         """The report of the loads that have begun."""
-        plan = self.plan
-        request: dict[str, Any] = {
-            **({"trace": len(plan.trace.jobs)} if plan.trace is not None else asdict(plan.pattern)),
-            "seed": plan.seed,
-        }
-        notes = list(self._server.notes)
+        plan, notes = self.plan, list(self._server.notes)
+        asked = asdict(plan.pattern) if plan.trace is None else {"trace": len(plan.trace.jobs)}
         client: dict[str, Any] = {
             "version": __version__,
             "python": platform.python_version(),
@@ -835,7 +804,7 @@ class BenchSession:
             endpoint=plan.endpoint.name,
             started_at=self._began.isoformat(timespec="seconds"),
             server=self._server,
-            request=request,
+            request={**asked, "seed": plan.seed},
             client=client,
             goal=plan.goal,
             baseline=self._baseline,
@@ -848,12 +817,10 @@ class BenchSession:
         return replace(found, verdict=judge(found, self._server, self._baseline))
 
     def _check_fit(self) -> None:
-        context, pattern = self._server.context, self.plan.pattern
-        if context is None or self.plan.trace is not None:
-            return
-        answer = pattern.max_tokens if self.plan.endpoint.is_stream else 0
-        if pattern.prompt_tokens + answer > context:
+        context, prompt = self._server.context, self.plan.pattern.prompt_tokens
+        answer = self.plan.pattern.max_tokens if self.plan.endpoint.is_stream else 0
+        if context is not None and self.plan.trace is None and prompt + answer > context:
             raise FitError(
-                f"{pattern.prompt_tokens} tokens of prompt and {answer} of answer do not fit into "
-                f"a slot of {context} tokens"
+                f"{prompt} tokens of prompt and {answer} of answer do not fit into a slot of "
+                f"{context} tokens"
             )

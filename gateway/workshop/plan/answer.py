@@ -54,12 +54,13 @@ def answer(question: PlanQuestion, limit: TimeLimit) -> PlanAnswer:
     best = {"cpu": math.inf, "gpu": math.inf}
     simulated = 0
     for node_type in sorted(question.types, key=least_price):
-        is_dear = simulated >= SIMULATED_TYPES and least_price(node_type) >= best[node_type.tier]
+        tier = node_type.tier
+        is_dear = simulated >= SIMULATED_TYPES and least_price(node_type) >= best[tier]
         option = search.find_fleet(question, node_type, None if is_dear else limit)
         options.append(option)
         simulated += option.trial is not None
-        if not option.rejected and option.price.per_hour is not None:
-            best[node_type.tier] = min(best[node_type.tier], option.price.per_hour)
+        if not option.rejected:
+            best[tier] = min(best[tier], option.order[0])
     if (hybrid := _cheapest_hybrid(question, options, limit)) is not None:
         options.append(hybrid)
     notes = [
@@ -145,9 +146,7 @@ def compare_deployments(found: PlanAnswer, limit: TimeLimit) -> list[Deployment]
     Among the ways that work the cheapest is best, and of equals the first. `single` and `queue` are
     one node of the type that the cheapest fleet of equal nodes has.
     """
-    base = next((one for one in found.options if len(one.parts) == 1), None)
-    if base is None:
-        return []
+    base = next(one for one in found.options if len(one.parts) == 1)
     node_type = base.parts[0].node_type
     rows = [
         _one_node(found.question, node_type, "single", limit),
@@ -169,10 +168,13 @@ def _one_node(
     workload, goal = question.workload, question.goal
     parts = (FleetPart(node_type, 1),)
     month = search.option_price(question, parts, None).month
-    row = Deployment(way, f"1 x {node_type.name}", "no", "", per_month=month)
-    use = search.use_of(parts, workload)
+    use, trial = search.use_of(parts, workload), None
+
+    def row(reason: str, verdict: Literal["works", "no"] = "no") -> Deployment:
+        return Deployment(way, f"1 x {node_type.name}", verdict, reason, trial, month)
+
     if impossible := search.why_impossible(node_type, question.trace(), goal, workload.models):
-        return replace(row, reason=impossible)
+        return row(impossible)
     if use >= 1.0:
         reason = (
             f"the busiest hour brings {use:.2f} times what it can do: the queue grows by "
@@ -182,32 +184,27 @@ def _one_node(
             reason = f"would take {use:.2f} times as long as there is time"
         elif way == "queue" and use / workload.peak < 1.0:
             reason += "; enough for the mean hour, so only for work that can wait (class batch)"
-        return replace(row, reason=reason)
+        return row(reason)
     try:
         trace = question.trace(node_type.servers * node_type.slots)
         trial = question.play(
             parts, trace, limit, search.DIRECT if way == "single" else search.GATEWAY
         )
     except OutOfTimeError as error:
-        return replace(row, reason=f"not simulated: {error}")
-    row = replace(row, trial=trial)
-    missed = goal.misses(trial)
+        return row(f"not simulated: {error}")
     share = f"{trial.waiting_share:.0%} of the requests wait, {trial.wait.mean:.1f} s in the mean"
+    missed = goal.misses(trial)
     if missed or not question.is_met_by(trial):
-        return replace(row, reason=f"{share}: {', '.join(missed) or 'not done in time'}")
+        return row(f"{share}: {', '.join(missed) or 'not done in time'}")
     if not goal.is_timed and workload.backlog is None and use > goal.most_use:
         too_much = f"used to {use:.0%}, more than the {goal.most_use:.0%} planned with"
-        return replace(row, reason=f"{share}: it is {too_much}")
-    if way == "single" and trial.waiting_share > MOST_WAITING_ALONE:
-        where = (
-            f"in the server, where nothing orders or bounds it (more than {MOST_WAITING_ALONE:.0%})"
-        )
-        return replace(row, reason=f"{share}, {where}")
-    if way == "single":
-        reason = f"{share}; simplest, and down when the machine is"
-    else:
-        reason = f"{share}, in order of class and fair; down when the machine is"
-    return replace(row, verdict="works", reason=reason)
+        return row(f"{share}: it is {too_much}")
+    if way == "queue":
+        return row(f"{share}, in order of class and fair; down when the machine is", "works")
+    if trial.waiting_share > MOST_WAITING_ALONE:
+        where = "in the server, where nothing orders or bounds it"
+        return row(f"{share}, {where} (more than {MOST_WAITING_ALONE:.0%})")
+    return row(f"{share}; simplest, and down when the machine is", "works")
 
 
 def _balanced(question: PlanQuestion, option: FleetOption) -> Deployment:
@@ -298,32 +295,40 @@ def break_even(found: PlanAnswer) -> BreakEven | None:
     asked = question.workload.requests_per_hour
     priced = [one for one in found.options if one.price.per_hour is not None and not one.rejected]
     equal = [one for one in priced if len(one.parts) == 1]
-    uses = {one.parts[0].node_type.name: _planned_use(question, one) for one in equal}
+    usual = question.goal.use
+    # Each type is used to the share that the plan's number of nodes stands for.
+    uses = {
+        one.parts[0].node_type.name: usual
+        if one.trial is None or not question.goal.is_timed
+        else min(max(one.use, LEAST_USE), usual)
+        for one in equal
+    }
     cpus, gpus = ([one for one in equal if one.tiers == {tier}] for tier in ("cpu", "gpu"))
     if question.workload.backlog is not None or not cpus or not gpus:
         return None
     least, most = max(asked / SPAN, 1e-3), min(asked * SPAN, search.MOST_REQUESTS_PER_HOUR)
     rates = tuple(least * (most / least) ** (step / STEPS) for step in range(STEPS + 1))
 
+    def month(parts: Sequence[FleetPart], rate: float) -> float:
+        told = replace(question, workload=question.workload.with_requests(rate))
+        return search.option_price(told, parts, None).month or 0.0
+
     def cheapest(options: Sequence[FleetOption], rate: float) -> float:
         workload = question.workload.with_requests(rate)
-        types = [one.parts[0].node_type for one in options]
         return min(
-            _month(
-                question, [FleetPart(one, search.count_for(one, workload, uses[one.name]))], rate
-            )
-            for one in types
+            month([FleetPart(kind, search.count_for(kind, workload, uses[kind.name]))], rate)
+            for kind in (one.parts[0].node_type for one in options)
         )
 
     def with_gpu(cpu: NodeType, gpu: NodeType, rate: float) -> float:
         workload = question.workload.with_requests(rate)
-        done = FleetPart(gpu, 1).capacity(workload) * uses.get(gpu.name, question.goal.use)
+        done = FleetPart(gpu, 1).capacity(workload) * uses.get(gpu.name, usual)
         left = (workload.arrivals - done) * SECONDS_PER_HOUR / workload.peak
         count = 1
         if left > 0:
-            cpu_use = uses.get(cpu.name, question.goal.use)
-            count = search.count_for(cpu, workload.with_requests(left), cpu_use)
-        return _month(question, [FleetPart(gpu, 1), FleetPart(cpu, count)], rate)
+            left_over = workload.with_requests(left)
+            count = search.count_for(cpu, left_over, uses.get(cpu.name, usual))
+        return month([FleetPart(gpu, 1), FleetPart(cpu, count)], rate)
 
     prices = {
         "CPU nodes": tuple(cheapest(cpus, rate) for rate in rates),
@@ -334,18 +339,6 @@ def break_even(found: PlanAnswer) -> BreakEven | None:
         slow, fast = (part.node_type for part in hybrid.parts)
         prices["hybrids"] = tuple(with_gpu(slow, fast, rate) for rate in rates)
     return BreakEven(rates, prices, asked)
-
-
-def _planned_use(question: PlanQuestion, option: FleetOption) -> float:
-    """The use that a plan's number of nodes stands for."""
-    if option.trial is None or not question.goal.is_timed:
-        return question.goal.use
-    return min(max(option.use, LEAST_USE), question.goal.use)
-
-
-def _month(question: PlanQuestion, parts: Sequence[FleetPart], rate: float) -> float:
-    asked = replace(question, workload=question.workload.with_requests(rate))
-    return search.option_price(asked, parts, None).month or 0.0
 
 
 def plot_break_even(path: Path, found: BreakEven, currency: str) -> None:

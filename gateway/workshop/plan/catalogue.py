@@ -115,9 +115,8 @@ class NodeType(ConfigModel):
 
     def machines(self, count: int) -> list[SimulatedMachine]:
         """The servers of so many of it, to be simulated."""
-        return [
-            self.machine(f"{self.name}-{number}") for number in range(1, count * self.servers + 1)
-        ]
+        servers = range(1, count * self.servers + 1)
+        return [self.machine(f"{self.name}-{number}") for number in servers]
 
     def machine(self, name: str) -> SimulatedMachine:
         """One of its servers."""
@@ -134,20 +133,17 @@ class NodeType(ConfigModel):
             memory=int((self.memory_gib or 0) * GIB),
         )
 
-    def for_model(self, gib: float, reference_gib: float) -> NodeType:
-        """The same with a model of another size: speeds in inverse proportion to it."""
-        factor = reference_gib / gib
-
-        def scaled(speed: float) -> float:
-            return min(max(speed * factor, SLOWEST_TPS), FASTEST_TPS)
-
-        return self.model_copy(
-            update={"decode_tps": scaled(self.decode_tps), "prefill_tps": scaled(self.prefill_tps)}
-        )
+    def scaled(self, factor: float) -> NodeType:
+        """The same, so many times as fast."""
+        speeds = {"decode_tps": self.decode_tps, "prefill_tps": self.prefill_tps}
+        bounded = {
+            key: min(max(speed * factor, SLOWEST_TPS), FASTEST_TPS) for key, speed in speeds.items()
+        }
+        return self.model_copy(update=bounded)
 
     def memory_needed(self, model_gib: float) -> float:
         """GiB that a server takes: weights, and keys and values of every slot, with headroom."""
-        cells = self.slots * CONTEXT_TOKENS * KV_BYTES_PER_TOKEN / MIB_PER_GIB**3
+        cells = self.slots * CONTEXT_TOKENS * KV_BYTES_PER_TOKEN / GIB
         return (model_gib + cells) * MEMORY_HEADROOM
 
 
@@ -193,21 +189,20 @@ def packaged_catalogue() -> NodeCatalogue:
 def read_catalogue(path: Path) -> NodeCatalogue:
     """Read a catalogue. Raises ConfigError with every problem of the file."""
     source = yaml_file.read_yaml(path, {})
-    problems = list(source.problems)
     root = source.root
     if not isinstance(root.tree, YamlMapping):
         raise ConfigError([Problem(path, root.line, "", "must be a mapping", "write types: [...]")])
     found, wrong = yaml_file.validate(NodeCatalogue, source, root, {})
-    problems += wrong
+    problems = [*source.problems, *wrong]
     listed = root.tree.entries.get("types")
     if listed is not None and isinstance(listed.tree, YamlList):
-        if not listed.tree.entries:
-            problems.append(Problem(path, listed.line, "types", "is empty", "write one type"))
         entries = listed.tree.entries
+        if not entries:
+            problems.append(Problem(path, listed.line, "types", "is empty", "write one type"))
         problems += yaml_file.find_duplicates(source, entries, "name", "the type")
         for entry in entries:
             keys = entry.tree.entries if isinstance(entry.tree, YamlMapping) else {}
-            if keys and not any(key in keys for key in PRICES):
+            if keys and keys.keys().isdisjoint(PRICES):
                 remedy = f"write {', '.join(PRICES[:2])} or {PRICES[2]}; 0 if it costs nothing"
                 problems.append(Problem(path, entry.line, entry.key, "has no price", remedy))
     if problems or found is None:
@@ -246,7 +241,8 @@ def fitting_types(
             raise NoTypeFitsError("a model has more than 0 and at most 1,000,000 GiB")
         if reference is None:
             raise NoTypeFitsError("the catalogue says for no model what its speeds are: model.gib")
-        chosen = [one.for_model(model_gib, reference) for one in chosen]
+        # In inverse proportion to the size.
+        chosen = [one.scaled(reference / model_gib) for one in chosen]
     notes, fitting = [], []
     for one in chosen:
         needed = largest or (one.memory_needed(size) if size is not None else 0.0)

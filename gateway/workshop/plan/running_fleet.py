@@ -47,7 +47,6 @@ from gateway.workshop.simulate.simulation import (
     build_trace,
 )
 
-FALLBACK_SPEED = (100.0, 10.0)  # of a router none of whose models is measured; never shown
 SAME_SPEED = 0.2  # nodes whose speeds differ by less, as a share, are of one kind
 GOAL_FACTORS = (0.75, 1.5)  # to what the goal is moved, as a multiple
 # Seconds over which the requests of an hour are spread at least, however few there are.
@@ -119,14 +118,12 @@ def measured_fleet(
     """
     routers = _Routers(nodes, placed or {})
     nodes = [routers.as_one(node) for node in nodes if node.get("router") is None]
-    down = [node for node in nodes if node.get("state") == "down"]
-    notes = [f"{node.get('name')} is down: left out" for node in down]
-    working = [
-        node
-        for node in nodes
-        if node.get("enabled", True) and not (node.get("standby") or node.get("draining"))
-        if node.get("state") != "down"
-    ]
+    notes, working = [], []
+    for node in nodes:
+        if node.get("state") == "down":
+            notes.append(f"{node.get('name')} is down: left out")
+        elif node.get("enabled", True) and not (node.get("standby") or node.get("draining")):
+            working.append(node)
     if not working:
         raise UnmeasuredFleetError("the gateway has no node that gets work")
     measured = [node for node in working if _speeds(node) is not None]
@@ -138,15 +135,13 @@ def measured_fleet(
     names: list[tuple[str, frozenset[str]]] = []
     kinds: list[tuple[MeasuredType, int]] = []
     for node in working:
-        source = node
+        source, name = node, str(node.get("name"))
         if _speeds(node) is None:
             alike = (one for one in measured if one.get("tier") == node.get("tier"))
             source = next(alike, measured[0])
-            notes.append(
-                f"{node.get('name')} is not measured yet: taken to be like {source['name']}"
-            )
+            notes.append(f"{name} is not measured yet: taken to be like {source['name']}")
         kind = _kind(node, source)
-        names.append((str(node.get("name")), kind.models))
+        names.append((name, kind.models))
         for place, (known, count) in enumerate(kinds):
             if _is_alike(known, kind):
                 kinds[place] = (_merged(known, kind, count), count + 1)
@@ -180,22 +175,15 @@ class _Routers:
                 key = keys.get(node["name"], str(node["name"]).partition("/")[2])
                 self._of[router][key] = node
                 self.aliases |= dict.fromkeys([key, *map(str, node.get("models") or ())], key)
-        machines = [
-            SimulatedMachine(
-                router,
-                1,
-                *FALLBACK_SPEED,
-                models=frozenset(found),
-                memory=1,
-                model_speeds={
-                    key: speeds
-                    for key, node in found.items()
-                    if (speeds := _speeds(node)) is not None
-                },
-            )
-            for router, found in self._of.items()
-        ]
-        self._measured = {one.name for one in machines if one.model_speeds}
+        machines = []
+        for router, found in self._of.items():
+            told = {key: _speeds(node) for key, node in found.items()}
+            known = {key: speeds for key, speeds in told.items() if speeds is not None}
+            if known:
+                machine = SimulatedMachine(router, 1, *next(iter(known.values())))
+                models = frozenset(found)
+                machines.append(replace(machine, models=models, memory=1, model_speeds=known))
+        # Those of which a model is measured.
         self._machines = {one.name: one for one in fleets.with_all_speeds(machines, self.models)}
 
     def as_one(self, node: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -203,22 +191,21 @@ class _Routers:
         name = str(node.get("name"))
         if (found := self._of.get(name)) is None:
             return node
-        machine, host = self._machines[name], str(node.get("host") or name)
+        machine, host = self._machines.get(name), str(node.get("host") or name)
         memory = (self._hosts.get(host) or {}).get("memory")
         if not memory:
             memory = max(one.memory for one in self.models)
             self.notes.append(f"the memory of {host} is unknown: taken to hold one model at a time")
         costs = [one["batch_cost"] for one in found.values() if one.get("batch_cost") is not None]
-        measured = name in self._measured
         return {
             **node,
             "slots_total": max(one.get("slots_total") or 0 for one in found.values()),
-            "prefill_tps": machine.prefill_tps if measured else None,
-            "decode_tps": machine.decode_tps if measured else None,
+            "prefill_tps": machine and machine.prefill_tps,
+            "decode_tps": machine and machine.decode_tps,
             "batch_cost": fmean(costs) if costs else None,
             "models": sorted(found),
             "memory_gib": memory / fleets.GIB,
-            "model_speeds": machine.model_speeds if measured else {},
+            "model_speeds": machine.model_speeds if machine else {},
             "hosts": (host,),
         }
 
@@ -258,17 +245,15 @@ def _kind(node: Mapping[str, Any], measured: Mapping[str, Any]) -> MeasuredType:
 
 
 def _is_alike(one: MeasuredType, other: MeasuredType) -> bool:
-    same = all(
-        getattr(one, name) == getattr(other, name)
-        for name in ("tier", "slots", *PRICES, "models", "memory_gib")
+    same = {"tier", "slots", *PRICES, "models", "memory_gib"}
+    if one.model_dump(include=same) != other.model_dump(include=same):
+        return False
+    speeds, others = (
+        (kind.prefill_tps, kind.decode_tps, 1 + kind.batch_cost) for kind in (one, other)
     )
-    return same and all(
+    return all(
         abs(mine - theirs) <= SAME_SPEED * max(mine, theirs)
-        for mine, theirs in (
-            (one.prefill_tps, other.prefill_tps),
-            (one.decode_tps, other.decode_tps),
-            (1 + one.batch_cost, 1 + other.batch_cost),
-        )
+        for mine, theirs in zip(speeds, others, strict=True)
     )
 
 
@@ -382,10 +367,8 @@ def busiest_hour(told: Mapping[str, Any], fleet: MeasuredFleet, peak: float) -> 
         columns = told["columns"]
         told_all = [_read(dict(zip(columns, row, strict=True)), models) for row in told["arrivals"]]
         start, end, requests = told["hour"]["from"], told["hour"]["to"], float(told["requests"])
-        until = datetime.fromisoformat(told["until"])
-        since_first = (
-            until - datetime.fromisoformat(told["first"] or told["until"])
-        ).total_seconds()
+        began = datetime.fromisoformat(told["first"] or told["until"])
+        since_first = (datetime.fromisoformat(told["until"]) - began).total_seconds()
     except (KeyError, TypeError, ValueError):
         raise UnmeasuredFleetError("the gateway's answer is of another version") from None
     others = sum(not one.model for one in told_all) if models else 0
@@ -504,21 +487,15 @@ def fleet_use(parts: Sequence[FleetPart], by_model: Mapping[str, Workload]) -> f
 
     The nodes that serve one model are such a place, and all nodes are.
     """
-    everyone = frozenset(range(len(parts)))
-    serving = {
-        model: frozenset(
-            place
-            for place in everyone
-            if not (model and _models(parts[place])) or model in _models(parts[place])
-        )
-        for model in by_model
-    }
+    everyone, serving = frozenset(range(len(parts))), dict[str, frozenset[int]]()
+    for model in by_model:
+        of_parts = enumerate(map(_models, parts))
+        serving[model] = frozenset(n for n, own in of_parts if not (model and own) or model in own)
     if not all(serving.values()):
         return math.inf
     return max(
         math.fsum(
-            workload.arrivals
-            / math.fsum(_capacity(parts[place], model, workload) for place in places)
+            workload.arrivals / math.fsum(_capacity(parts[n], model, workload) for n in places)
             for model, workload in by_model.items()
             if serving[model] <= places
         )
@@ -630,10 +607,8 @@ def what_if(
 
 
 def _changed(fleet: MeasuredFleet, place: int, more: int) -> tuple[FleetPart, ...]:
-    parts = [
-        FleetPart(part.node_type, part.count + (more if other == place else 0))
-        for other, part in enumerate(fleet.parts)
-    ]
+    parts = list(fleet.parts)
+    parts[place] = FleetPart(parts[place].node_type, parts[place].count + more)
     return tuple(part for part in parts if part.count)
 
 
@@ -649,16 +624,12 @@ def _as_slow_as_seen(
     if hour is None or not hour.was_full or use >= hour.slots_busy:
         return fleet, ()
     slower = use / hour.slots_busy
-    parts = []
-    for part in fleet.parts:
-        one = part.node_type
-        speeds = {"prefill_tps": one.prefill_tps * slower, "decode_tps": one.decode_tps * slower}
-        parts.append(FleetPart(one.model_copy(update=speeds), part.count))
+    parts = tuple(FleetPart(part.node_type.scaled(slower), part.count) for part in fleet.parts)
     note = (
         f"by the measured speeds the fleet was used to {use:.0%}, but its slots were held "
         f"{hour.slots_busy:.0%} of the time: taken to be {1 / slower:.2f} times slower"
     )
-    return replace(fleet, parts=tuple(parts)), (note,)
+    return replace(fleet, parts=parts), (note,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -679,9 +650,8 @@ class _Asked:
         A smaller one (`pick` is `max`) is no faster than `now`, and a larger one (`min`) no slower:
         where their times differ the other way, chance placed the requests so.
         """
-        question = self.question
+        question, trial = self.question, None
         use = fleet_use(parts, self.traffic.by_model)
-        trial = None
         if use < 1.0 or (question.recorded is not None and math.isfinite(use)):
             with contextlib.suppress(OutOfTimeError):
                 trial = question.play(parts, question.trace(), self.limit)

@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import partial
-from itertools import accumulate, compress, pairwise
+from itertools import accumulate, pairwise
 from statistics import fmean, pvariance, stdev
 
 from gateway.workshop.plan.catalogue import FleetPrice, NodeType
@@ -78,10 +78,9 @@ class Workload:
     """That nodes load on demand, each with its share of the requests; none: all have all."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.requests_per_hour <= MOST_REQUESTS_PER_HOUR:
-            raise ValueError(
-                f"requests per hour must be above 0, at most {MOST_REQUESTS_PER_HOUR:g}"
-            )
+        most = MOST_REQUESTS_PER_HOUR
+        if not 0 < self.requests_per_hour <= most:
+            raise ValueError(f"requests per hour must be above 0, at most {most:g}")
         if not 0 <= self.prompt <= MOST_TOKENS_OF_A_REQUEST:
             raise ValueError(f"tokens of a prompt must be from 0 to {MOST_TOKENS_OF_A_REQUEST}")
         if not 1 <= self.completion <= MOST_TOKENS_OF_A_REQUEST:
@@ -132,19 +131,17 @@ def make_trace(workload: Workload, requests: int, seed: int) -> Trace:
     fit = int(MOST_SIMULATED_TOKENS / (workload.prompt + workload.completion))
     requests = min(requests, max(fit, LEAST_REQUESTS_OF_A_TRIAL))
     shared = round(workload.prompt * workload.repeat)
-    own = workload.prompt - shared
     names = [one.name for one in workload.models] or [""]
     shares = [one.share or 0.0 for one in workload.models] or [1.0]
     models = random.Random(f"models of {seed}").choices(names, shares, k=requests)
     jobs: list[Job] = []
     time = 0.0
-    for number in range(requests):
+    for number, model in enumerate(models, 1):
         if workload.backlog_hours is None:
             time += rng.expovariate(workload.arrivals)
-        length = shared + random_length(rng, own)
-        prompt = TracePrompt(-1 - number, length, int(shared > 0), shared)
-        written = random_length(rng, workload.completion)
-        jobs.append(Job(0, time, prompt, written, model=models[number]))
+        length = shared + random_length(rng, workload.prompt - shared)
+        prompt = TracePrompt(-number, length, int(shared > 0), shared)
+        jobs.append(Job(0, time, prompt, random_length(rng, workload.completion), model=model))
     return build_trace(jobs)
 
 
@@ -162,8 +159,8 @@ def from_trace(trace: Trace, models: Sequence[SimulatedModel] = ()) -> Workload:
         raise ValueError(
             f"{tokens:,} tokens are more than can be simulated: take fewer requests (--limit N)"
         )
-    span = max(job.time for job in jobs) - min(job.time for job in jobs)
-    if len(jobs) < 2 or span <= 0:
+    span = jobs[-1].time - jobs[0].time
+    if span <= 0:
         raise ValueError("it needs two requests at different times, to tell a rate")
     # The last gap is as long as the others: n requests have n - 1 gaps.
     rate = (len(jobs) - 1) / span * SECONDS_PER_HOUR
@@ -180,7 +177,7 @@ def from_trace(trace: Trace, models: Sequence[SimulatedModel] = ()) -> Workload:
         completion,
         repeat=min(0.999, 1.0 - sum(unread_tokens(jobs)) / (prompt * len(jobs))),
         peak=peak,
-        lengths_scv=max(_scv([job.output for job in jobs]), 0.0),
+        lengths_scv=_scv([job.output for job in jobs]),
         arrival_scv=_scv(gaps),
         models=asked_models(jobs, models),
     )
@@ -249,7 +246,7 @@ def node_times(machine: SimulatedMachine, prompt: float, completion: float) -> N
     """
     slots = machine.slots
     base, step = machine.token_base, machine.token_step
-    steps = max(1.0, math.ceil(prompt / (machine.batch_tokens - slots + 1)))
+    steps = math.ceil(prompt / (machine.batch_tokens - slots + 1)) or 1
     one_step = max(base, prompt / steps / machine.prefill_tps)
     alone = steps * one_step + max(0.0, completion - 1.0) * base
     reading = steps * (one_step if slots == 1 else one_step - base + step)
@@ -259,9 +256,7 @@ def node_times(machine: SimulatedMachine, prompt: float, completion: float) -> N
 def times_of(node_type: NodeType, workload: Workload) -> NodeTimes:
     """What a mean request takes of a server of this type, which has its model loaded."""
     times = node_times(node_type.machine("server"), workload.uncached, workload.completion)
-    if not (workload.models and node_type.memory_gib):
-        return times
-    work = workload.work
+    work = workload.work if node_type.memory_gib else 1.0
     return replace(times, reading=times.reading * work, writing=times.writing * work)
 
 
@@ -305,12 +300,7 @@ def busy_slots(times: NodeTimes, nodes: int, arrivals: float) -> float:
 
 
 def allen_cunneen(
-    probability: float,
-    arrivals: float,
-    most_rate: float,
-    *,
-    arrival_scv: float = 1.0,
-    service_scv: float = 1.0,
+    probability: float, arrivals: float, most_rate: float, arrival_scv: float, service_scv: float
 ) -> float:
     """Mean wait for a server, in seconds, of a queue with any arrivals and any service times.
 
@@ -343,21 +333,14 @@ class WaitEstimate:
 
 
 def estimate(
-    times: NodeTimes,
-    nodes: int,
-    arrivals: float,
-    *,
-    arrival_scv: float = 1.0,
-    lengths_scv: float = 1.0,
+    times: NodeTimes, nodes: int, arrivals: float, *, arrival_scv: float = 1.0, lengths_scv: float
 ) -> WaitEstimate:
     """Estimate the waits of `nodes` equal nodes at `arrivals` requests per second."""
     most = nodes * times.capacity
     waiting = erlang_c(nodes * times.slots, arrivals * times.full)
-    service = times.alone if arrivals < most else times.full
-    if 0 < arrivals < most:
-        service = busy_slots(times, nodes, arrivals) / arrivals
+    service = busy_slots(times, nodes, arrivals) / arrivals if arrivals < most else times.full
     scv = times.service_scv(lengths_scv)
-    wait = allen_cunneen(waiting, arrivals, most, arrival_scv=arrival_scv, service_scv=scv)
+    wait = allen_cunneen(waiting, arrivals, most, arrival_scv, scv)
     return WaitEstimate(arrivals / most, waiting, wait, service, scv)
 
 
@@ -382,14 +365,10 @@ class TimeLimit:
     """How long all trials of a plan may take together, in seconds, and who hears of them."""
 
     seconds: float
-    clock: Callable[[], float] = time.monotonic
     on_trial: Callable[[str, float], None] = lambda _fleet, _share: None
     """Called with the fleet of the trial that runs, and the share of the time that is used."""
     trials: int = 0
-    _ends: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._ends = self.clock() + self.seconds
+    _began: float = field(default_factory=time.monotonic)
 
     def begin(self, fleet: str) -> None:
         """A trial begins. Raises OutOfTimeError."""
@@ -398,9 +377,9 @@ class TimeLimit:
 
     def check(self, fleet: str) -> None:
         """A trial goes on. Raises OutOfTimeError."""
-        left = self._ends - self.clock()
-        self.on_trial(fleet, min(1.0, 1.0 - left / self.seconds))
-        if left <= 0:
+        used = (time.monotonic() - self._began) / self.seconds
+        self.on_trial(fleet, min(1.0, used))
+        if used >= 1.0:
             raise OutOfTimeError(f"{self.seconds:g} s for simulations are used up")
 
 
@@ -462,15 +441,6 @@ class FleetTrial:
         found["waited_too_long"] = found.pop("too_late")
         del found["shares"]
         return found
-
-
-def _share(jobs: Sequence[Job], served: Sequence[bool]) -> PartShare:
-    own = [*compress(jobs, served)]
-    return PartShare(
-        len(own) / len(jobs),
-        sum(job.prompt.tokens for job in own) / sum(job.prompt.tokens for job in jobs),
-        sum(job.output for job in own) / sum(job.output for job in jobs),
-    )
 
 
 def bounded(
@@ -626,8 +596,16 @@ class PlanQuestion:
         after = list(zip(waits, counted, strict=True))
         completions = [wait + job.ended - job.began for wait, job in after]
         began = max(job.began for job in fleet.jobs)
-        nodes = [fleet.router_of(job.node) for job in counted]
-        bounds = accumulate((part.servers for part in parts), initial=0)
+        prompts, written = (
+            sum(job.prompt.tokens for job in counted),
+            sum(job.output for job in counted),
+        )
+        shares = []
+        for low, high in pairwise(accumulate((part.servers for part in parts), initial=0)):
+            own = [job for job in counted if low <= fleet.routers[job.node] < high]
+            read = sum(job.prompt.tokens for job in own)
+            wrote = sum(job.output for job in own)
+            shares.append(PartShare(len(own) / len(counted), read / prompts, wrote / written))
         return FleetTrial(
             requests=len(counted),
             wait=Percentiles.of(waits),
@@ -640,10 +618,7 @@ class PlanQuestion:
             slots_busy=utilisation(fleet, sum(machine.slots for machine in machines)),
             too_late=sum(wait > LONGEST_WAIT for wait in waits),
             seconds=began * growth + (fleet.ended - began),
-            shares=tuple(
-                _share(counted, [low <= node < high for node in nodes])
-                for low, high in pairwise(bounds)
-            ),
+            shares=tuple(shares),
             loads=fleet.loads,
             load_seconds=fleet.load_seconds,
         )
@@ -754,26 +729,24 @@ def option_price(
         hours = workload.backlog_hours if trial is None else trial.seconds / SECONDS_PER_HOUR
         served /= hours
     capacities = [part.capacity(workload) for part in parts]
-    electricity, hour = [], 0.0
+    electricity, hour = 0.0, 0.0
     for place, part in enumerate(parts):
-        prompt_share = completion_share = capacities[place] / sum(capacities)
-        if trial is not None:
-            prompt_share = trial.shares[place].prompt_tokens
-            completion_share = trial.shares[place].completion_tokens
-        busy = use * (prompt_share + completion_share) / 2 * sum(capacities) / capacities[place]
+        share = capacities[place] / sum(capacities)
+        own = PartShare(share, share, share) if trial is None else trial.shares[place]
+        busy = use * (own.prompt_tokens + own.completion_tokens) / 2 / share
         node_type, per_token = part.node_type, part.node_type.price_per_million_tokens
-        electricity.append(part.count * node_type.electricity(busy, question.price_per_kwh))
+        electricity += part.count * node_type.electricity(busy, question.price_per_kwh)
         # The hours of a node are paid whether it works or not.
         hour += part.count * (node_type.per_hour or 0.0)
         if per_token is not None:
-            tokens = workload.prompt * prompt_share * per_token.prompt
-            tokens += workload.completion * completion_share * per_token.completion
+            tokens = workload.prompt * own.prompt_tokens * per_token.prompt
+            tokens += workload.completion * own.completion_tokens * per_token.completion
             hour += served * tokens / MILLION
     if any(part.node_type.per_hour is None for part in parts):
-        return FleetPrice(None, math.fsum(electricity))
-    hour += math.fsum(electricity)
+        return FleetPrice(None, electricity)
+    hour += electricity
     each = hour / (served * (workload.prompt + workload.completion))
-    return FleetPrice(hour, math.fsum(electricity), each * MILLION)
+    return FleetPrice(hour, electricity, each * MILLION)
 
 
 def count_for(node_type: NodeType, workload: Workload, use: float) -> int:
@@ -792,21 +765,19 @@ def why_impossible(
 ) -> str:
     """The figure that keeps any number of this type from the goal, and by how much; or nothing."""
     ttft, completion = alone(trace.jobs, node_type, models)
+    first, whole, prefill = goal.ttft_p95, goal.completion_p95, node_type.prefill_tps
     speeds = []
-    if goal.ttft_p95 is not None and ttft > goal.ttft_p95:
-        need = node_type.prefill_tps * ttft / goal.ttft_p95
+    if first is not None and ttft > first:
         speeds.append(
-            f"prefill_tps {node_type.prefill_tps:g} makes a TTFT p95 of {ttft:.2f} s on an idle "
-            f"node, {ttft - goal.ttft_p95:.2f} s above the goal of {goal.ttft_p95:g} s: it would "
-            f"take {need:.0f} tokens/s"
+            f"prefill_tps {prefill:g} makes a TTFT p95 of {ttft:.2f} s on an idle node, "
+            f"{ttft - first:.2f} s above the goal of {first:g} s: it would take "
+            f"{prefill * ttft / first:.0f} tokens/s"
         )
-    if goal.completion_p95 is not None and completion > goal.completion_p95:
-        factor = completion / goal.completion_p95
+    if whole is not None and completion > whole:
         speeds.append(
-            f"decode_tps {node_type.decode_tps:g} and prefill_tps {node_type.prefill_tps:g} make a "
-            f"completion p95 of {completion:.2f} s on an idle node, "
-            f"{completion - goal.completion_p95:.2f} s above the goal of "
-            f"{goal.completion_p95:g} s: both would have to be {factor:.2f} times as fast"
+            f"decode_tps {node_type.decode_tps:g} and prefill_tps {prefill:g} make a completion "
+            f"p95 of {completion:.2f} s on an idle node, {completion - whole:.2f} s above the goal "
+            f"of {whole:g} s: both would have to be {completion / whole:.2f} times as fast"
         )
     return "; ".join(speeds)
 
@@ -845,7 +816,7 @@ def least_fleet(
 
     Out of time, it is the least of those that were tried and meet it, else an estimate.
     """
-    trials, out_of_time = dict[int, FleetTrial](), ""
+    trials, why = dict[int, FleetTrial](), ""
 
     def meets(count: int) -> bool:
         if count not in trials:
@@ -855,14 +826,13 @@ def least_fleet(
     try:
         count = least_that(meets, least, most)
     except OutOfTimeError as error:
-        out_of_time = str(error)
         count = min(filter(meets, trials), default=None)
+        if count is None:
+            tried = fleet(max(trials, default=least))
+            return fleet_option(question, tried, why_estimated=str(error))
+        why = f"perhaps fewer: {error}"
     if count is not None:
-        why = f"perhaps fewer: {out_of_time}" if out_of_time else ""
         return fleet_option(question, fleet(count), trials[count], why_estimated=why)
-    if out_of_time:
-        tried = fleet(max(trials, default=least))
-        return fleet_option(question, tried, why_estimated=out_of_time)
     missed = ", ".join(question.goal.misses(trials[most])) or "not done in time"
     return fleet_option(question, fleet(most), trials[most], missed)
 
@@ -878,10 +848,10 @@ def find_fleet(question: PlanQuestion, node_type: NodeType, limit: TimeLimit | N
     if limit is None:
         return fleet_option(question, fleet(least))
     if least > MOST_SERVERS // (node_type.servers * node_type.slots):
-        return fleet_option(question, fleet(least), None, f"it would take {least:,} of it")
+        return fleet_option(question, fleet(least), rejected=f"it would take {least:,} of it")
     trace = question.trace(min(least * node_type.servers, most_nodes) * node_type.slots)
     if impossible := why_impossible(node_type, trace, goal, workload.models):
-        return fleet_option(question, fleet(least), None, impossible)
+        return fleet_option(question, fleet(least), rejected=impossible)
     most = min(least * MOST_MORE + 4, most_nodes // node_type.servers)
     if least > most:
         why = f"more than {most_nodes} nodes are not simulated"

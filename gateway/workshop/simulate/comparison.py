@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heappop, heappush
+from itertools import product
 from typing import Annotated
 
 import msgspec
@@ -78,13 +79,10 @@ def build_front(
     return GatewayFront(fleet, seed, knowledge, name)
 
 
-def play(
+def _play(
     name: str, front: Front, progress: Callable[[int], None] | None = None, *, bound: bool = False
 ) -> PolicyReport:
-    """Play the trace of a front, and report on it; `bound`: with that of any schedule.
-
-    Raises `simulation.StuckError`.
-    """
+    """Play the trace of a front, and report on it; `bound`: with that of any schedule."""
     begun = time.process_time()
     fleet = simulate(front, progress)
     spent = time.process_time() - begun
@@ -108,11 +106,10 @@ def compare(
     reports: list[PolicyReport] = []
     for name in names:
         # Made one by one: what a front learns may be large.
-        front = build_front(
-            name, SimulatedFleet(machines, trace), exact=exact, warm=warm, seed=seed
-        )
+        fleet = SimulatedFleet(machines, trace)
+        front = build_front(name, fleet, exact=exact, warm=warm, seed=seed)
         told = None if progress is None else partial(progress, name)
-        reports.append(play(name, front, told, bound=True))
+        reports.append(_play(name, front, told, bound=True))
     return reports
 
 
@@ -156,20 +153,18 @@ def compare_elastic(
     Speeds, lengths and caches are learnt; `warm`: speeds were before. Raises
     `simulation.StuckError`.
     """
-    every = [
-        *base,
-        *(replace(one, name=f"standby-{place}") for place, one in enumerate(standby, 1)),
-    ]
+    spares = [replace(one, name=f"standby-{place}") for place, one in enumerate(standby, 1)]
+    every = [*base, *spares]
     knowledge = partial(LearntKnowledge, warm=warm)
 
     def fixed(name: str, machines: Sequence[SimulatedMachine]) -> PolicyReport:
-        report = play(name, GatewayFront(SimulatedFleet(machines, trace), seed, knowledge))
+        report = _play(name, GatewayFront(SimulatedFleet(machines, trace), seed, knowledge))
         return replace(report, machine_hours=len(machines) * report.seconds / SECONDS_PER_HOUR)
 
     always = fixed("always on", every)
     fleet = SimulatedFleet(every, trace, loaded=range(len(base)))
     front = AutoscalingFront(fleet, rules.settings(), rules.startup, seed, knowledge)
-    elastic = play("elastic", front)
+    elastic = _play("elastic", front)
     hours = (len(base) * elastic.seconds + front.standby_seconds) / SECONDS_PER_HOUR
     found = [always, replace(elastic, machine_hours=hours, starts=front.starts)]
     return [*found, fixed("base alone", base)] if base else found
@@ -206,7 +201,7 @@ def compare_model_placements(
         traffic: Trace = trace,
     ) -> PolicyReport:
         fleet = RouterFleet(routers, models, traffic, loaded)
-        report = play(name, build(fleet))
+        report = _play(name, build(fleet))
         ended[name] += 1
         if progress is not None:
             progress(name, ended[name])
@@ -317,19 +312,18 @@ def lower_bound(fleet: SimulatedFleet) -> float:
 
 
 def _kinds(machines: Iterable[SimulatedMachine]) -> list[_Kind]:
-    counted: dict[tuple[float, float, float, int], int] = {}
-    for machine in machines:
-        step = min(machine.token_step, machine.token_base)
-        key = (machine.token_base, 1.0 / machine.prefill_tps, step, machine.slots)
-        counted[key] = counted.get(key, 0) + 1
-    ranked = sorted(counted.items())
+    counted = Counter(
+        (one.token_base, 1.0 / one.prefill_tps, min(one.token_step, one.token_base), one.slots)
+        for one in machines
+    )
+    ranked = sorted(counted)
     band = -(-len(ranked) // MOST_NODE_KINDS)
     kinds = []
     for place in range(0, len(ranked), band):
         part = ranked[place : place + band]
-        base, read, step = (min(key[i] for key, _ in part) for i in range(3))
-        most = max(key[3] for key, _ in part)
-        kinds.append(_Kind(sum(count for _, count in part), read, base, step, most))
+        bases, reads, steps, slots = zip(*part, strict=True)
+        nodes = sum(counted[key] for key in part)
+        kinds.append(_Kind(nodes, min(reads), min(bases), min(steps), max(slots)))
     return kinds
 
 
@@ -340,19 +334,17 @@ def _by_capacity(kinds: list[_Kind], needs: Needs, span: float) -> float:
     scale = count / sample.shape[1]
     slowest = sorted(np.max([kind.alone(sample) for kind in kinds], axis=0))
     best = (0.0, 0.0, 0.0, [0.0] * len(kinds))
-    for late in {slowest[len(slowest) // 2], slowest[-1], 2 * slowest[-1]}:
-        for share in SHARES:
-            prices = [0.0] * len(kinds)
-            value = _dual(kinds, sample, span, late, share, prices, scale)
-            for _ in range(PRICE_ROUNDS):
-                for place in range(len(kinds)):
-                    for price in PRICES:
-                        tried = [*prices[:place], price, *prices[place + 1 :]]
-                        found = _dual(kinds, sample, span, late, share, tried, scale)
-                        if found > value:
-                            value, prices = found, tried
-            if value > best[0]:
-                best = (value, late, share, prices)
+    lates = {slowest[len(slowest) // 2], slowest[-1], 2 * slowest[-1]}
+    for late, share in product(lates, SHARES):
+        prices = [0.0] * len(kinds)
+        value = _dual(kinds, sample, span, late, share, prices, scale)
+        for _, place, price in product(range(PRICE_ROUNDS), range(len(kinds)), PRICES):
+            tried = [*prices[:place], price, *prices[place + 1 :]]
+            found = _dual(kinds, sample, span, late, share, tried, scale)
+            if found > value:
+                value, prices = found, tried
+        if value > best[0]:
+            best = (value, late, share, prices)
     _, late, share, prices = best
     return _dual(kinds, needs, span, late, share, prices)
 
@@ -376,18 +368,15 @@ def _dual(
 def _by_queueing(kinds: list[_Kind], jobs: Sequence[Job], needs: Needs, share: float) -> float:
     """The sum of all completions on one server of the summed speed, least work left first."""
     rates = [kind.rates(share) for kind in kinds]
-    read, write = (max(rate[i] for rate in rates) for i in range(2))
+    costs = [max(rate[i] for rate in rates) for i in range(2)]
     # The most that a node of each kind can be worth, in nodes of the highest costs.
     speed = 0.0
-    for kind, (own_read, own_write) in zip(kinds, rates, strict=True):
-        ratios = [
-            slowest / own for slowest, own in ((read, own_read), (write, own_write)) if slowest > 0
-        ]
+    for kind, rate in zip(kinds, rates, strict=True):
+        ratios = [most / own for most, own in zip(costs, rate, strict=True) if most > 0]
         speed += kind.nodes * max(ratios)
-    work = np.dot((read, write), needs) / speed
+    work = np.dot(costs, needs) / speed
     left: list[float] = []
-    total = 0.0
-    now = 0.0
+    total = now = 0.0
     for arrived, seconds in sorted(zip([job.arrived for job in jobs], work.tolist(), strict=True)):
         while left and now + left[0] <= arrived:
             now += heappop(left)

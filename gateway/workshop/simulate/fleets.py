@@ -13,7 +13,7 @@ import json
 import math
 import random
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -101,9 +101,8 @@ def from_text(
                 cache_tokens=tokens_in_host_memory(cache_ram_mib),
                 memory=parse_size(found["memory"] or 0),
             )
-        before = len(machines)
-        machines += [replace(first, name=f"node-{before + 1 + n}") for n in range(count)]
-    return machines
+        machines += [first] * count
+    return [replace(one, name=f"node-{number}") for number, one in enumerate(machines, 1)]
 
 
 def from_inventory(
@@ -123,14 +122,14 @@ def from_inventory(
     unsized: list[str] = []
     guessed: list[str] = []
     memory = host_memory(inventory.nodes)
-    held: dict[str | None, dict[str, NodeSpeeds]] = {}  # by router: what is known of its models
+    # By router: what is known of its models.
+    held: defaultdict[str | None, dict[str, NodeSpeeds]] = defaultdict(dict)
     for name, one in speeds.items():
-        for model in one.models or (name.partition("/")[2],):
-            held.setdefault(one.router, {})[model] = one
+        held[one.router] |= dict.fromkeys(one.models or (name.partition("/")[2],), one)
     for node in inventory.nodes:
         if not node.enabled or node.standby:
             continue
-        own, models = speeds.get(node.name, NodeSpeeds(node.name)), held.get(node.name, {})
+        own, models = speeds.get(node.name, NodeSpeeds(node.name)), held[node.name]
         known = {
             model: (one.prefill_tps, one.decode_tps)
             for model, one in models.items()
@@ -143,9 +142,9 @@ def from_inventory(
             raise FleetError(
                 f"the inventory says no `memory` of {node.host}, whose models are loaded on demand"
             )
-        slots = node.slots or own.slots
-        if is_router and not slots:
-            slots = max((one.slots or 0 for one in models.values()), default=0)
+        slots = (
+            node.slots or own.slots or max((one.slots or 0 for one in models.values()), default=0)
+        )
         if not slots:
             unsized.append(node.name)
         if not known and (own.prefill_tps is None or own.decode_tps is None):
@@ -185,7 +184,7 @@ def read_speeds(path: Path) -> dict[str, NodeSpeeds]:
     A list of nodes (or a mapping with the key `nodes`), each with `name`, `prefill_tps`,
     `decode_tps` and, if known, `batch_cost` and `slots_total`; YAML or JSON. Raises FleetError.
     """
-    value = read_document(path)
+    value = _read_document(path)
     nodes = value.get("nodes") if isinstance(value, dict) else value
     try:
         return {one.name: one for one in msgspec.convert(nodes, list[NodeSpeeds])}
@@ -196,8 +195,7 @@ def read_speeds(path: Path) -> dict[str, NodeSpeeds]:
         ) from None
 
 
-def read_document(path: Path) -> Any:
-    """What a file of YAML or JSON holds. Raises FleetError."""
+def _read_document(path: Path) -> Any:
     read = json.loads if path.suffix == ".json" else yaml.safe_load
     try:
         return read(path.read_text(encoding="utf-8", errors="replace"))
@@ -256,11 +254,8 @@ def models_from_text(text: str) -> list[SimulatedModel]:
     if not (1 <= count <= MOST_MODELS and 0 < least <= most):
         raise FleetError(f"{text!r}: write 1 to {MOST_MODELS} models, the smallest size first")
     factor = (most / least) ** (1 / max(1, count - 1))
-    sizes = [round(least * factor**place) for place in range(count)]
-    return [
-        SimulatedModel(f"model-{place}", size, size / LOAD_SPEED)
-        for place, size in enumerate(sizes, 1)
-    ]
+    sizes = enumerate((round(least * factor**place) for place in range(count)), 1)
+    return [SimulatedModel(f"model-{place}", size, size / LOAD_SPEED) for place, size in sizes]
 
 
 class _ModelEntry(msgspec.Struct):
@@ -273,7 +268,7 @@ class _ModelEntry(msgspec.Struct):
 def _read_models(path: Path) -> list[SimulatedModel]:
     if not path.is_file():
         raise FleetError(f"{path}: no such file (name a YAML file, or write {MODELS_SYNTAX})")
-    value = read_document(path)
+    value = _read_document(path)
     if isinstance(value, dict) and isinstance(value.get("placements"), list):
         return placed_models(value["placements"])
     remedy = "write a list of {name: qwen3-8b, memory: 9GiB, load_seconds: 8, share: 2}"
@@ -303,19 +298,17 @@ def placed_models(placements: Sequence[Mapping[str, Any]]) -> list[SimulatedMode
 
     One that was never loaded is taken to be as large as the largest. Raises FleetError.
     """
-    rows: dict[str, list[Mapping[str, Any]]] = {}
+    seconds: defaultdict[str, list[float]] = defaultdict(list)
+    sizes = Counter[str]()
     try:
         for row in placements:
-            rows.setdefault(str(row["model"]), []).append(row)
-        sizes = {name: max(one["memory"] or 0 for one in found) for name, found in rows.items()}
+            name = str(row["model"])
+            seconds[name].append(max(0.1, row["expected_load_seconds"]))
+            sizes[name] = max(sizes[name], row["memory"] or 0)
         largest = max(sizes.values(), default=0)
         models = [
-            SimulatedModel(
-                name,
-                sizes[name] or largest,
-                fmean(max(0.1, one["expected_load_seconds"]) for one in found),
-            )
-            for name, found in rows.items()
+            SimulatedModel(name, sizes[name] or largest, fmean(found))
+            for name, found in seconds.items()
         ]
     except (KeyError, TypeError, ValueError):
         raise FleetError("the placements are of another version of the gateway") from None
@@ -336,7 +329,7 @@ def with_shares(models: Sequence[SimulatedModel], seed: int) -> list[SimulatedMo
 
 def check_fit(nodes: Sequence[SimulatedMachine], models: Sequence[SimulatedModel]) -> None:
     """Raise FleetError unless each model fits on a router, or a plain server has it."""
-    if all(not node.memory for node in nodes):
+    if not any(node.memory for node in nodes):
         raise FleetError(
             f"{nodes[0].name} has no memory for models: write 2x2@40:600/48GiB, `memory` in the "
             "inventory, or --memory 48GiB"
@@ -373,21 +366,16 @@ def with_all_speeds(
     usual = {
         name: _mean_speed(found or [(1 / sizes[name],) * 2]) for name, found in factors.items()
     }
-    return [
-        replace(
-            node,
-            prefill_tps=read,
-            decode_tps=write,
-            model_speeds={
-                name: node.model_speeds.get(name, (read * factor[0], write * factor[1]))
-                for name, factor in usual.items()
-                if node.serves(name)
-            },
-        )
-        if node.memory
-        else node
-        for node, (read, write) in zip(nodes, bases, strict=True)
-    ]
+    found = []
+    for node, (read, write) in zip(nodes, bases, strict=True):
+        speeds = {
+            name: node.model_speeds.get(name, (read * factor[0], write * factor[1]))
+            for name, factor in usual.items()
+            if node.serves(name)
+        }
+        full = replace(node, prefill_tps=read, decode_tps=write, model_speeds=speeds)
+        found.append(full if node.memory else node)
+    return found
 
 
 def _mean_speed(speeds: Sequence[ModelSpeed]) -> ModelSpeed:
@@ -447,7 +435,7 @@ class RouterFleet(SimulatedFleet):
         super().__init__([one.machine for one in self.instances], trace, routers, plain)
         self.hosts = [node.host or node.name for node in nodes]
         self.held: set[int] = set()  # those that take memory
-        self._free = self.host_memory
+        self.free = self.host_memory  # bytes of each host
         self._load_ends: list[tuple[float, int, bool]] = []  # when, which, whether it is a load
         for index in loaded:
             self.hold(index)
@@ -464,16 +452,17 @@ class RouterFleet(SimulatedFleet):
         return model
 
     @property
+    def largest_first(self) -> list[SimulatedModel]:
+        """The models in the order in which they are placed by hand."""
+        return sorted(self.models, key=lambda one: -one.memory)
+
+    @property
     def host_memory(self) -> dict[str, int]:
         """The memory of each host for models: that of its router with the most."""
         found: dict[str, int] = {}
         for host, node in zip(self.hosts, self.nodes, strict=True):
             found[host] = max(found.get(host, 0), node.memory)
         return found
-
-    def free(self, host: str) -> int:
-        """Bytes of a host that are free."""
-        return self._free[host]
 
     def load(self, index: int) -> None:
         """Load an instance, which takes jobs once `end_loads` has told that it has ended."""
@@ -505,7 +494,7 @@ class RouterFleet(SimulatedFleet):
                 self.loaded.add(index)
             else:
                 self.held.discard(index)
-                self._free[self.host_of(index)] += self.model_of(index).memory
+                self.free[self.host_of(index)] += self.model_of(index).memory
             ended.append((index, is_load))
         return ended
 
@@ -514,18 +503,18 @@ class RouterFleet(SimulatedFleet):
         model = self.instances[index].model
         if model is None or index in self.held:
             return False
-        return model.memory <= self._free[self.host_of(index)]
+        return model.memory <= self.free[self.host_of(index)]
 
     def places_for(self, model: str) -> list[int]:
         """The instances of a model that fit."""
-        return [index for index in self.able(model) if self.fits(index)]
+        return list(filter(self.fits, self.able(model)))
 
     def hold(self, index: int) -> None:
         """Take the memory of an instance."""
         if not self.fits(index):
             raise ValueError(f"{self.machines[index].name} does not fit or is loaded")
         self.held.add(index)
-        self._free[self.host_of(index)] -= self.model_of(index).memory
+        self.free[self.host_of(index)] -= self.model_of(index).memory
 
     def send(self, job: Job, node: int) -> None:
         """Send a job to a loaded instance, now."""
@@ -548,13 +537,13 @@ def greedy_placement(fleet: RouterFleet, requests: Mapping[str, int]) -> frozens
 
     def load(index: int) -> tuple[float, int]:
         """The work of an instance's router for its speed; of equals first that with most room."""
-        router, seconds = placed.router_of(index), 0.0
+        router, seconds = placed.routers[index], 0.0
         for held in placed.held:
-            if placed.router_of(held) == router:
+            if placed.routers[held] == router:
                 model = placed.model_of(held).name
                 share = requests.get(model, 0) / copies[model]
                 seconds += share / placed.machines[held].decode_tps
-        return seconds, -placed.free(placed.host_of(index))
+        return seconds, -placed.free[placed.host_of(index)]
 
     def add(model: str) -> bool:
         """Hold a model where the load is least; whether it fits anywhere."""
@@ -565,7 +554,7 @@ def greedy_placement(fleet: RouterFleet, requests: Mapping[str, int]) -> frozens
         copies[model] += 1
         return True
 
-    if not all(add(one.name) for one in largest_first(fleet.models)):
+    if not all(add(one.name) for one in fleet.largest_first):
         return None
     while any(add(name) for name in sorted(work, key=lambda name: -work[name] / copies[name])):
         pass
@@ -578,7 +567,7 @@ def random_placements(
     """Each model once somewhere, then copies until nothing more fits; at most `count`."""
     for _ in range(count):
         placed = RouterFleet(fleet.nodes, fleet.models)
-        for model in largest_first(fleet.models):
+        for model in fleet.largest_first:
             possible = placed.places_for(model.name)
             if not possible:
                 break
@@ -586,20 +575,14 @@ def random_placements(
         else:
             indexes = [index for index, one in enumerate(placed.instances) if one.model]
             rng.shuffle(indexes)
-            for index in indexes:
-                if placed.fits(index):
-                    placed.hold(index)
+            for index in filter(placed.fits, indexes):
+                placed.hold(index)
             yield frozenset(placed.held)
-
-
-def largest_first(models: Sequence[SimulatedModel]) -> list[SimulatedModel]:
-    """Models in the order in which they are placed."""
-    return sorted(models, key=lambda one: -one.memory)
 
 
 def describe_placement(fleet: RouterFleet, indexes: Collection[int]) -> dict[str, list[str]]:
     """The models of each router by their names."""
     found: dict[str, list[str]] = {node.name: [] for node in fleet.nodes if node.memory}
     for index in sorted(indexes):
-        found[fleet.nodes[fleet.router_of(index)].name].append(fleet.model_of(index).name)
+        found[fleet.nodes[fleet.routers[index]].name].append(fleet.model_of(index).name)
     return found

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import cast
 
 from gateway.config.scheduling import ElasticSettings
@@ -68,7 +69,7 @@ class ExactKnowledge:
         """Each machine has the row of its index."""
         self._fleet = fleet
         # By stream, or minus prefix: the nodes where a prompt of it may be cached.
-        self._nodes_by_text: dict[int, set[int]] = {}
+        self._nodes_by_text = defaultdict[int, set[int]](set)
         for machine, row in zip(fleet.machines, state.rows, strict=True):
             row.set_speed(machine.prefill_tps, machine.token_base, machine.token_step)
 
@@ -79,30 +80,26 @@ class ExactKnowledge:
     def look_up(self, job: Job) -> CacheLookup:
         """What is cached of its prompt now."""
         prompt = job.prompt
-        cached: dict[int, float] = {}
-        pending: dict[int, float] = {}
+        cached, pending = dict[int, float](), dict[int, float]()
         nodes = self._nodes_by_text
-        for node in nodes.get(prompt.stream, set()) | nodes.get(-prompt.prefix, set()):
+        for node in nodes[prompt.stream] | nodes[-prompt.prefix]:
             server = self._fleet.servers[node]
-            # A busy slot's old prompt is being overwritten.
-            idle = [
-                held
-                for held, job in zip(server.cache.slot_prompts, server.slots, strict=True)
-                if job is None
-            ]
-            prompts = (*idle, *server.cache.host_prompts)
-            if held := max((common_tokens(one, prompt) for one in prompts), default=0):
-                cached[node] = held
-            running = [one.final_prompt for one in server.slots if one is not None]
-            if tokens := max((common_tokens(one, prompt) for one in running), default=0):
-                pending[node] = tokens
+            prompts, running = list(server.cache.host_prompts), []
+            for held, runs in zip(server.cache.slot_prompts, server.slots, strict=True):
+                if runs is None:
+                    prompts.append(held)
+                else:  # its old prompt is being overwritten
+                    running.append(runs.final_prompt)
+            for found, texts in ((cached, prompts), (pending, running)):
+                if tokens := max((common_tokens(one, prompt) for one in texts), default=0):
+                    found[node] = tokens
         return CacheLookup(prompt.tokens, cached, pending)
 
     def placed(self, job: Job) -> None:
         """It goes to the node `job.node`: remember where to look."""
-        self._nodes_by_text.setdefault(job.prompt.stream, set()).add(job.node)
+        self._nodes_by_text[job.prompt.stream].add(job.node)
         if job.prompt.prefix:
-            self._nodes_by_text.setdefault(-job.prompt.prefix, set()).add(job.node)
+            self._nodes_by_text[-job.prompt.prefix].add(job.node)
 
     def prefill_done(self, job: Job) -> None:
         """Its first token has come: nothing new."""
@@ -129,25 +126,15 @@ def _size(job: Job) -> RequestSize:
 class _NodeStub:
     """As much of a node as leases, `compare_speeds` and the choice of those to calibrate need."""
 
-    class _Spec:
-        tier = "cpu"
-        kind = "llama.cpp"
-        written_hint = None
-
+    spec = SimpleNamespace(tier="cpu", kind="llama.cpp", written_hint=None)
     upstream = None
 
     def __init__(
         self, machine: SimulatedMachine, row: NodeSlots, clock: Callable[[], float]
     ) -> None:
-        self.spec = self._Spec()
-        self.clock = clock
-        self.occupancy = SlotOccupancy()
-        self.speed = Speed()
-        self.public_models = machine.models
-        self.machine = machine
-        self.row = row
-        self.host = machine.host or machine.name
-        self.calibration = CalibrationRecord()
+        self.machine, self.row, self.clock = machine, row, clock
+        self.host, self.public_models = machine.host or machine.name, machine.models
+        self.occupancy, self.speed, self.calibration = SlotOccupancy(), Speed(), CalibrationRecord()
         self.calibrated_at = math.inf
         """When the calibration that runs has shown the speed; infinity: none runs."""
 
@@ -164,14 +151,11 @@ class _NodeStub:
 
     def calibration_due(self, now: float) -> bool:
         """Whether it is idle and its speed unknown."""
-        return not (
-            self.speed.samples
-            or self.speed.calibrated
-            or now < self.calibration.due_at
-            or self.calibration.tries >= MOST_CALIBRATIONS
-            or self.row.ours
-            or not (self.row.capacity and self.machine.calibrated)
-        )
+        is_known = self.speed.samples or self.speed.calibrated
+        record = self.calibration
+        is_due = now >= record.due_at and record.tries < MOST_CALIBRATIONS
+        is_idle = self.row.capacity and not self.row.ours
+        return bool(is_due and is_idle and self.machine.calibrated and not is_known)
 
     def begin_calibration(self, now: float) -> None:
         """It reads and writes as much as the gateway's two requests do."""
@@ -182,8 +166,8 @@ class _NodeStub:
     def end_calibration(self, now: float, *, given_up: bool) -> None:
         """It has ended: its speed is known, unless a request took the slot."""
         if not given_up:
-            read, wrote = READ_WORDS / self.machine.prefill_tps, self.machine.token_base
-            wrote *= WRITE_TOKENS - 1
+            read = READ_WORDS / self.machine.prefill_tps
+            wrote = (WRITE_TOKENS - 1) * self.machine.token_base
             self.speed.calibrate(_timings(READ_WORDS, read, WRITE_TOKENS, wrote))
         self.calibration.end("", now, warm=True, again=given_up)
         self.calibrated_at = math.inf
@@ -298,23 +282,20 @@ class LearntKnowledge:
         self._looked_at = now
         self._unknown = [stub for stub in self._unknown if not stub.speed.samples]
         running = [stub for stub in self._unknown if stub.calibrated_at < math.inf]
-        ended = False
+        before = len(self._unknown)
         while True:
             unknown, others = cast("list[Node]", self._unknown), cast("list[Node]", running)
             for stub in cast("list[_NodeStub]", due(unknown, others, at)):
                 stub.begin_calibration(at)
                 running.append(stub)
-            if not running:
-                break
-            first = min(running, key=lambda stub: stub.calibrated_at)
-            if first.calibrated_at > now:
+            first = min(running, key=lambda stub: stub.calibrated_at, default=None)
+            if first is None or first.calibrated_at > now:
                 break
             at = first.calibrated_at
             first.end_calibration(at, given_up=False)
             running.remove(first)
             self._unknown.remove(first)
-            ended = True
-        if ended:
+        if len(self._unknown) < before:
             self._set_all_speeds()
 
     def _set_all_speeds(self) -> None:
@@ -328,18 +309,13 @@ class LearntKnowledge:
     def _prompt_key(self, job: Job, expected_tokens: float) -> PromptKey:
         """The prompt in blocks; a new block begins where a turn or an answer does."""
         stream, tokens, prefix, shared = job.prompt
-        blocks: list[int]
-        ends: list[int]
-        if stream in self._blocks_by_stream:
-            expected, known_ends = self._blocks_by_stream.pop(stream)
-            blocks, ends = list(expected), list(known_ends)
-            while ends and ends[-1] > tokens:
-                blocks.pop()
-                ends.pop()
-        else:
-            blocks, ends = [], []
-            if prefix:
-                _extend(blocks, ends, -prefix, min(shared, tokens))
+        known = self._blocks_by_stream.pop(stream, None)
+        blocks, ends = map(list, known or ((), ()))
+        while ends and ends[-1] > tokens:
+            blocks.pop()
+            ends.pop()
+        if known is None and prefix:
+            _extend(blocks, ends, -prefix, min(shared, tokens))
         _extend(blocks, ends, stream, tokens)
         prompt, places = tuple(blocks), tuple(ends)
         # Its answer is part of the next turn's prompt, and ends where a block does.
@@ -406,9 +382,12 @@ class GatewayFront(Front):
         now = self.fleet.now
         completion, affinity = self.knowledge.expect(job)
         found = self.knowledge.look_up(job)
+        if job.model not in self._groups:
+            serving = [self.state.rows[index] for index in self.fleet.able(job.model)]
+            self._groups[job.model] = ((self.state.candidate_set(serving),),)
         queued = self._queued[job.id] = QueuedRequest(
             str(job.id),
-            self._groups.get(job.model) or self._add_groups(job.model),
+            self._groups[job.model],
             PRIORITY_BY_LABEL[job.priority_label],
             job.caller,
             now,
@@ -422,11 +401,6 @@ class GatewayFront(Front):
         if placement is not None:
             self._send(placement)
         self._set_alarm()
-
-    def _add_groups(self, model: str) -> tuple[TierSets, ...]:
-        serving = [self.state.rows[index] for index in self.fleet.able(model)]
-        self._groups[model] = groups = ((self.state.candidate_set(serving),),)
-        return groups
 
     def started(self, job: Job) -> None:
         """The prompt has been read."""
@@ -491,24 +465,22 @@ class AutoscalingFront(GatewayFront):
             for row in self.state.rows
             if row.index not in fleet.loaded
         }
-        self._seconds = dict.fromkeys(self._standby, 0.0)  # that each ran, up to its last stop
+        self._seconds = 0.0  # that they ran, in all, up to the last stop of each
 
     @property
     def standby_seconds(self) -> float:
         """Seconds that standby machines ran, in all."""
-        until = self.fleet.ended
-        return sum(
-            self._seconds[index]
-            + (0.0 if one.phase is LifecyclePhase.OFF else max(0.0, until - one.started_at))
-            for index, one in self._standby.items()
+        return self._seconds + sum(
+            max(0.0, self.fleet.ended - one.started_at)
+            for one in self._standby.values()
+            if one.phase is not LifecyclePhase.OFF
         )
 
     def wake(self) -> None:
         """Start and stop machines once a tick, and give free slots to waiting requests."""
-        now = self.fleet.now
-        if now >= self._tick:
-            self._tick = now + AUTOSCALER_TICK
-            self._scale(now)
+        if self.fleet.now >= self._tick:
+            self._tick = self.fleet.now + AUTOSCALER_TICK
+            self._scale(self.fleet.now)
         super().wake()
 
     def _scale(self, now: float) -> None:
@@ -531,7 +503,7 @@ class AutoscalingFront(GatewayFront):
             else:
                 one.enter(LifecyclePhase.STOPPING, action.reason, now)
                 one.enter(LifecyclePhase.OFF, action.reason, now)
-                self._seconds[index] += now - one.started_at
+                self._seconds += now - one.started_at
                 self.fleet.servers[index].restart()
                 self.knowledge.restarted(index)
 
@@ -548,17 +520,8 @@ class AutoscalingFront(GatewayFront):
         for index, one in self._standby.items():
             row = rows[index]
             others = (slots - row.capacity, busy - (row.ours if row.capacity else 0))
-            nodes.append(
-                StandbyNode(
-                    str(index),
-                    one.phase,
-                    row.total,
-                    row.ours,
-                    others,
-                    started_at=one.started_at,
-                    stopped_at=one.stopped_at,
-                )
-            )
+            times = one.started_at, one.stopped_at
+            nodes.append(StandbyNode(str(index), one.phase, row.total, row.ours, others, *times))
         return nodes
 
     def _demands(self, now: float) -> list[WaitingDemand]:
@@ -573,15 +536,13 @@ class AutoscalingFront(GatewayFront):
 
     def _set_alarm(self) -> None:
         super()._set_alarm()
-        phases = [one.phase for one in self._standby.values()]
-        serving = sum(one in {LifecyclePhase.STARTING, LifecyclePhase.ON} for one in phases)
-        changing = LifecyclePhase.STARTING in phases or LifecyclePhase.RETIRING in phases
+        phases = Counter(one.phase for one in self._standby.values())
+        starting = phases[LifecyclePhase.STARTING]
+        changing = starting or phases[LifecyclePhase.RETIRING]
+        serving = starting + phases[LifecyclePhase.ON]
         if changing or serving != self._rules.min or self.dispatcher.waiting:
             self._tick = max(self._tick, self.fleet.now + LEAST_ALARM_DELAY)
             self.alarm = min(self.alarm, self._tick)
-
-
-_FULL = 1 << 30
 
 
 class LeastConn(Front):
@@ -595,36 +556,33 @@ class LeastConn(Front):
     def __init__(self, fleet: SimulatedFleet, *, capped: bool = False) -> None:
         super().__init__(fleet)
         self._most = [one.slots if capped else math.inf for one in fleet.machines]
-        # A full server's count is raised by `_FULL`, so that it never is the least.
         self._connections = [0] * len(fleet.machines)
+        self._ranks: list[float] = [0] * len(fleet.machines)  # connections; infinity: it is full
         self._queue: deque[Job] = deque()
         self._turn = 0
 
     def arrive(self, job: Job) -> None:
         """Send it, or queue it while every server is full."""
-        counts = self._connections
-        least = min(counts)
-        if least >= _FULL:
+        least = min(self._ranks)
+        if least == math.inf:
             self._queue.append(job)
             return
-        try:
-            node = counts.index(least, self._turn)
-        except ValueError:
-            node = counts.index(least)
+        start = self._turn if least in self._ranks[self._turn :] else 0
+        node = self._ranks.index(least, start)
         self._turn = node + 1
-        self._send(job, node)
+        self._count(node, 1)
+        self.fleet.send(job, node)
 
     def ended(self, job: Job) -> None:
         """Give the room to the oldest of the queue."""
-        count = self._connections[job.node]
-        self._connections[job.node] = (count - _FULL if count >= _FULL else count) - 1
         if self._queue:
-            self._send(self._queue.popleft(), job.node)
+            self.fleet.send(self._queue.popleft(), job.node)
+        else:
+            self._count(job.node, -1)
 
-    def _send(self, job: Job, node: int) -> None:
-        count = self._connections[node] + 1
-        self._connections[node] = count + _FULL if count >= self._most[node] else count
-        self.fleet.send(job, node)
+    def _count(self, node: int, more: int) -> None:
+        count = self._connections[node] = self._connections[node] + more
+        self._ranks[node] = math.inf if count >= self._most[node] else count
 
 
 class FewestConnections(Front):
@@ -634,22 +592,18 @@ class FewestConnections(Front):
 
     def __init__(self, fleet: RouterFleet) -> None:
         super().__init__(fleet)
-        self._able: dict[str, list[int]] = {}  # by model: the instances that are loaded
         self._connections = [0] * len(fleet.nodes)
 
     def arrive(self, job: Job) -> None:
         """Send it at once."""
-        able = self._able.get(job.model)
-        if able is None:
-            able = [one for one in self.fleet.able(job.model) if one in self.fleet.loaded]
-            self._able[job.model] = able
-        node = min(able, key=lambda one: self._connections[self.fleet.router_of(one)])
-        self._connections[self.fleet.router_of(node)] += 1
+        able = [one for one in self.fleet.able(job.model) if one in self.fleet.loaded]
+        node = min(able, key=lambda one: self._connections[self.fleet.routers[one]])
+        self._connections[self.fleet.routers[node]] += 1
         self.fleet.send(job, node)
 
     def ended(self, job: Job) -> None:
         """Count it off."""
-        self._connections[self.fleet.router_of(job.node)] -= 1
+        self._connections[self.fleet.routers[job.node]] -= 1
 
 
 class LeastRecentlyUsed(Front):
@@ -663,7 +617,6 @@ class LeastRecentlyUsed(Front):
 
     def __init__(self, fleet: RouterFleet) -> None:
         super().__init__(fleet)
-        self._able: dict[str, dict[int, int]] = {}  # by model: the instance of each node
         self._connections = [0] * len(fleet.nodes)
         self._turn = 0
         self._waiting: list[deque[tuple[Job, int]]] = [deque() for _ in fleet.nodes]
@@ -675,14 +628,12 @@ class LeastRecentlyUsed(Front):
 
     def arrive(self, job: Job) -> None:
         """Choose its node."""
-        able = self._able.get(job.model)
-        if able is None:
-            able = self._able[job.model] = {
-                self.fleet.router_of(one): one
-                for one in self.fleet.able(job.model)
-                if one in self.fleet.loaded
-                or self.fleet.model_of(one).memory <= self._memory[self.fleet.host_of(one)]
-            }
+        fleet = self.fleet
+        able = {
+            fleet.routers[one]: one
+            for one in fleet.able(job.model)
+            if one in fleet.loaded or fleet.model_of(one).memory <= self._memory[fleet.host_of(one)]
+        }
         nodes = len(self._connections)
         node = min(able, key=lambda one: (self._connections[one], (one - self._turn) % nodes))
         self._turn = node + 1
@@ -692,7 +643,7 @@ class LeastRecentlyUsed(Front):
 
     def ended(self, job: Job) -> None:
         """What waits for its memory may go on."""
-        node = self.fleet.router_of(job.node)
+        node = self.fleet.routers[job.node]
         self._connections[node] -= 1
         self._serve(node)
 
@@ -700,13 +651,12 @@ class LeastRecentlyUsed(Front):
         """Loads and unloads have ended."""
         for index, _ in self.fleet.end_loads():
             self._retiring.discard(index)
-            own, host = self.fleet.router_of(index), self.fleet.host_of(index)
+            own, host = self.fleet.routers[index], self.fleet.host_of(index)
             # First what waits for it, else a neighbour would have it unloaded before its first use.
             self._serve(own)
             for node, other in enumerate(self.fleet.hosts):
                 if other == host and node != own:
                     self._serve(node)
-        self.alarm = self.fleet.next_load_end
 
     def _serve(self, node: int) -> None:
         """Send what can be sent, and make room for the rest in the order of their arrival."""
@@ -726,20 +676,20 @@ class LeastRecentlyUsed(Front):
             if fleet.fits(index):
                 self._last_used[index] = fleet.now
                 fleet.load(index)
-        self._make_room(host, [one for one in needed if one not in fleet.held])
+        lacking = next((one for one in needed if one not in fleet.held), None)
+        if lacking is not None:
+            self._make_room(host, fleet.model_of(lacking).memory)
         for index in sorted(self._retiring):
             if index in fleet.loaded and fleet.servers[index].next_end < 0:
                 fleet.unload(index)
         self.alarm = fleet.next_load_end
 
-    def _make_room(self, host: str, needed: list[int]) -> None:
-        """Retire those used least recently until the first of the needed models will fit."""
-        if not needed:
-            return
+    def _make_room(self, host: str, memory: int) -> None:
+        """Retire those used least recently until so much memory will be free."""
         fleet = self.fleet
         held = [index for index in fleet.held if fleet.host_of(index) == host]
         leaving = sum(fleet.model_of(index).memory for index in held if index in self._retiring)
-        short = fleet.model_of(needed[0]).memory - fleet.free(host) - leaving
+        short = memory - fleet.free[host] - leaving
         ready = [index for index in held if index in fleet.loaded and index not in self._retiring]
         for index in sorted(ready, key=lambda index: self._last_used.get(index, 0.0)):
             if short <= 0:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from gateway.config.scheduling import QueueSettings
-from gateway.workshop.simulate.simulation import Job, SimulatedFleet
+from gateway.workshop.simulate.simulation import SimulatedFleet
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +65,13 @@ class PolicyReport:
     longest_wait: float = 0.0
     loaded: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """By router: the models that were placed by hand."""
-    curve: tuple[float, ...] = field(default=(), repr=False)
-    """Quantiles of TTFT for a plot: 0 %, 0.5 %, ... 100 %."""
-    completion_curve: tuple[float, ...] = field(default=(), repr=False)
-    """The same of the completion."""
+    curves: Mapping[str, Sequence[float]] = field(default_factory=dict, repr=False)
+    """Quantiles for a plot, of TTFT and completion: 0 %, 0.5 %, ... 100 %."""
 
     def as_dict(self) -> dict[str, object]:
         """For scripts; without the curves."""
-        figures = asdict(self)
-        del figures["curve"], figures["completion_curve"]
+        figures = asdict(replace(self, curves={}))
+        del figures["curves"]
         return figures | {"ratio": self.ratio, "overloaded": self.overloaded}
 
     @property
@@ -106,6 +105,14 @@ def summarise(
     seconds = fleet.ended - fleet.began
     slots = sum(machine.slots for machine in fleet.machines)
     prompt = sum(job.prompt.tokens for job in jobs)
+    # By the trace's times: under overload the real arrivals of later turns are late.
+    times = [job.time for job in jobs]
+    span = slots * (max(times, default=0.0) - min(times, default=0.0))
+    # At equal times a slot comes free before the next request arrives.
+    changes = sorted([(job.began, -1) for job in jobs] + [(job.arrived, 1) for job in jobs])
+    by_class: defaultdict[str, list[float]] = defaultdict(list)
+    for job in jobs:
+        by_class[job.priority_label].append(job.first - job.arrived)
     ttft = [job.first - job.arrived for job in jobs]
     completion = [job.ended - job.arrived for job in jobs]
     waits = [job.began - job.arrived for job in jobs]
@@ -118,21 +125,20 @@ def summarise(
         wait=Percentiles.of(waits),
         service=busy_seconds / len(jobs) if jobs else 0.0,
         slots=slots,
-        classes=_by_class(jobs),
+        classes={label: Percentiles.of(values) for label, values in by_class.items()},
         seconds=seconds,
         tokens_per_second=sum(job.output for job in jobs) / seconds if seconds else 0.0,
         cached_share=sum(job.cached for job in jobs) / prompt if prompt else 0.0,
         utilisation=utilisation(fleet, slots),
-        load=_load(jobs, busy_seconds, slots),
-        longest_queue=_longest_queue(jobs),
+        load=busy_seconds / span if span else None,
+        longest_queue=max(accumulate((change for _, change in changes), initial=0)),
         too_late=sum(wait > LONGEST_WAIT for wait in waits),
         bound=bound,
         cpu_seconds=cpu_seconds,
         loads=fleet.loads,
         load_seconds=fleet.load_seconds,
         longest_wait=max(waits, default=0.0),
-        curve=_curve(ttft),
-        completion_curve=_curve(completion),
+        curves={"ttft": _quantiles(ttft), "completion": _quantiles(completion)},
     )
 
 
@@ -167,34 +173,10 @@ def utilisation(fleet: SimulatedFleet, slots: int) -> float:
     return busy / span if span else 0.0
 
 
-def _load(jobs: Sequence[Job], busy_seconds: float, slots: int) -> float | None:
-    """By the trace's times: under overload the real arrivals of later turns are late."""
-    times = [job.time for job in jobs]
-    span = max(times, default=0.0) - min(times, default=0.0)
-    return busy_seconds / (slots * span) if slots and span else None
-
-
-def _longest_queue(jobs: Sequence[Job]) -> int:
-    # At equal times a slot comes free before the next request arrives.
-    changes = sorted([(job.began, -1) for job in jobs] + [(job.arrived, 1) for job in jobs])
-    return max(accumulate((change for _, change in changes), initial=0))
-
-
-def _by_class(jobs: Sequence[Job]) -> dict[str, Percentiles]:
-    found: dict[str, list[float]] = {}
-    for job in jobs:
-        found.setdefault(job.priority_label, []).append(job.first - job.arrived)
-    return {label: Percentiles.of(values) for label, values in found.items()}
-
-
-def _curve(values: list[float]) -> tuple[float, ...]:
+def _quantiles(values: list[float]) -> list[float]:
     ranked = sorted(values)
-    last = len(ranked) - 1
-    return (
-        tuple(ranked[round(step * last / CURVE_STEPS)] for step in range(CURVE_STEPS + 1))
-        if ranked
-        else ()
-    )
+    places = (round(step * (len(ranked) - 1) / CURVE_STEPS) for step in range(CURVE_STEPS + 1))
+    return [ranked[place] for place in places] if ranked else []
 
 
 SHOWN_SHARE = 0.99  # of the requests, which curves show: the last per cent would squeeze the rest
@@ -224,12 +206,11 @@ def plot_reports(path: Path, reports: Sequence[PolicyReport], title: str) -> Non
 
     figure = Figure(figsize=(9, 4), dpi=100, layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
-    ttft = {f"{one.policy} (mean {one.ttft.mean:.3g} s)": one.curve for one in reports}
-    whole = {
-        f"{one.policy} (mean {one.completion.mean:.3g} s)": one.completion_curve for one in reports
-    }
-    draw_shares(panels[0], "time to first token", ttft)
-    draw_shares(panels[1], "completion", whole)
+    titles = {"ttft": "time to first token", "completion": "completion"}
+    for panel, (name, title_of) in zip(panels, titles.items(), strict=True):
+        means = [f"{one.policy} (mean {getattr(one, name).mean:.3g} s)" for one in reports]
+        values = (one.curves[name] for one in reports)
+        draw_shares(panel, title_of, dict(zip(means, values, strict=True)))
     if bound := max((one.bound for one in reports), default=0.0):
         panels[1].axvline(bound, color="black", linestyle=":", linewidth=1)
         panels[1].annotate("bound of the mean", (bound, 0.02), fontsize=7, rotation=90)

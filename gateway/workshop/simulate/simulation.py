@@ -30,12 +30,13 @@ import math
 import random
 from abc import ABC, abstractmethod
 from bisect import bisect
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from heapq import heappop, heappush
+from itertools import count
 from pathlib import Path
 from typing import Annotated, NamedTuple, TypeVar
 
@@ -76,14 +77,13 @@ def unread_tokens(jobs: Iterable[Job]) -> list[int]:
     found: dict[int, int] = {}
     for job in jobs:
         prompt = job.prompt
-        there = streams.get(prompt.stream, 0)
+        there = known = streams.get(prompt.stream, 0)
         if prompt.prefix:
             if prompt.prefix in heads:
                 there = max(there, prompt.prefix_tokens)
             heads.add(prompt.prefix)
         found[job.id] = max(1, prompt.tokens - there)
-        held = job.final_prompt.tokens
-        streams[prompt.stream] = max(streams.get(prompt.stream, 0), held)
+        streams[prompt.stream] = max(known, job.final_prompt.tokens)
     return [found[number] for number in sorted(found)]
 
 
@@ -122,20 +122,6 @@ class Job:
     def final_prompt(self) -> TracePrompt:
         """What its slot holds in the end: all but the last token, which is never read back."""
         return self.prompt._replace(tokens=self.prompt.tokens + self.output - 1)
-
-    def arrive(self, now: float) -> None:
-        """It reaches the front; its results are of this run from now on."""
-        self.arrived, self.sent = now, -1.0
-
-    def send_to(self, node: int, now: float) -> None:
-        """The front sends it to a node."""
-        self.sent, self.node = now, node
-
-    def start(self, slot: int, cached: int, now: float) -> None:
-        """It gets a slot that has `cached` tokens of its prompt."""
-        self.began, self.slot, self.cached = now, slot, cached
-        self.to_read = self.prompt.tokens - cached
-        self.to_write = self.output
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +181,10 @@ def read_trace(path: Path, *, skip_broken: bool = False, limit: int | None = Non
     """
     problems: list[Problem] = []
     skipped = 0
-    trace = _TraceReader()
+    time = 0.0  # of the lines that have none: that of the one before
+    jobs: list[Job] = []
+    streams, heads = (defaultdict[str, int](count(1).__next__) for _ in range(2))
+    singles = count(-2, -1)
     with path.open(encoding="utf-8", errors="replace") as file:
         lines = enumerate(iter(partial(file.readline, LONGEST_TRACE_LINE), ""), start=1)
         read: Callable[[str], TraceLine] = msgspec.json.Decoder(TraceLine).decode
@@ -209,59 +198,42 @@ def read_trace(path: Path, *, skip_broken: bool = False, limit: int | None = Non
             read = partial(_read_azure, [names.index(name) for name in _AZURE])
             remedy = "write such as 2023-11-16 18:15:46.6805900,374,44"
         for number, text in lines:
-            if len(trace.jobs) == limit or len(problems) == MOST_PROBLEMS:
+            if len(jobs) == limit or len(problems) == MOST_PROBLEMS:
                 break
             if not text.strip():
                 continue
             try:
-                trace.add(read(text))
+                line = read(text)
             except (msgspec.MsgspecError, ValueError) as error:
                 if skip_broken:
                     skipped += 1
                 else:
                     problems.append(Problem(path, number, "", str(error), remedy))
+                continue
+            time = time if line.time is None else line.time
+            stream = streams[line.session] if line.session else next(singles)
+            shared = line.prefix_tokens if line.prefix else 0
+            head = heads[line.prefix] if shared else 0
+            job = Job(
+                0,
+                time,
+                TracePrompt(stream, line.prompt_tokens, head, shared),
+                min(line.output_tokens, line.max_tokens or MOST_TOKENS),
+                max_tokens=line.max_tokens,
+                priority_label=line.klass or "normal",
+                caller=line.caller,
+                pause=line.pause,
+                model=line.model,
+            )
+            jobs.append(job)
     if problems:
         raise ConfigError(problems)
-    if not trace.jobs:
+    if not jobs:
         raise ConfigError([Problem(path, 0, "", "holds no request", "write one a line")])
-    start = min(job.time for job in trace.jobs)
-    for job in trace.jobs:
+    start = min(job.time for job in jobs)
+    for job in jobs:
         job.time -= start
-    return replace(build_trace(trace.jobs), skipped=skipped)
-
-
-@dataclass(slots=True)
-class _TraceReader:
-    """Makes jobs of lines, and numbers their sessions and prefixes."""
-
-    jobs: list[Job] = field(default_factory=list)
-    _streams: dict[str, int] = field(default_factory=dict)
-    _heads: dict[str, int] = field(default_factory=dict)
-    _single: int = 0
-    _time: float = 0.0
-
-    def add(self, line: TraceLine) -> None:
-        if line.time is not None:
-            self._time = line.time
-        if line.session:
-            stream = self._streams.setdefault(line.session, len(self._streams) + 1)
-        else:
-            self._single += 1
-            stream = -1 - self._single
-        shared = line.prefix_tokens if line.prefix else 0
-        head = self._heads.setdefault(line.prefix, len(self._heads) + 1) if shared else 0
-        job = Job(
-            0,
-            self._time,
-            TracePrompt(stream, line.prompt_tokens, head, shared),
-            min(line.output_tokens, line.max_tokens or MOST_TOKENS),
-            max_tokens=line.max_tokens,
-            priority_label=line.klass or "normal",
-            caller=line.caller,
-            pause=line.pause,
-            model=line.model,
-        )
-        self.jobs.append(job)
+    return replace(build_trace(jobs), skipped=skipped)
 
 
 def _read_azure(places: Sequence[int], text: str) -> TraceLine:
@@ -284,12 +256,10 @@ def build_trace(jobs: list[Job]) -> Trace:
     last: dict[int, int] = {}
     for place, job in enumerate(jobs):
         job.id = place
-        stream = job.prompt.stream
-        before = last.get(stream)
-        if before is not None:
+        if (before := last.get(job.prompt.stream)) is not None:
             turns[before] = place
             job.is_later_turn = True
-        last[stream] = place
+        last[job.prompt.stream] = place
     return Trace(jobs, turns)
 
 
@@ -369,11 +339,8 @@ def generate(
     class_shares = [traffic.urgent, traffic.premium, traffic.batch]
     class_shares.append(1.0 - sum(class_shares))
     # Earlier conversations are under way, so that the rate is the same from the start.
-    now = (
-        -WARM_UP_DURATIONS
-        * traffic.turns
-        * (traffic.pause + traffic.answer / READ_TOKENS_PER_SECOND)
-    )
+    of_a_turn = traffic.pause + traffic.answer / READ_TOKENS_PER_SECOND
+    now = -WARM_UP_DURATIONS * traffic.turns * of_a_turn
     jobs: list[Job] = []
     stream = 0
     # A conversation's later turns may come after requests that are generated after it.
@@ -395,21 +362,10 @@ def generate(
             prompt_tokens += random_length(rng, traffic.question)
             output = min(random_length(rng, traffic.answer), traffic.limit)
             if time >= 0:
-                prompt = TracePrompt(
-                    stream, prompt_tokens, tenant if traffic.system else 0, traffic.system
-                )
-                jobs.append(
-                    Job(
-                        0,
-                        time,
-                        prompt,
-                        output,
-                        max_tokens=traffic.limit,
-                        priority_label=label,
-                        caller=caller,
-                        model=model,
-                    )
-                )
+                head = tenant if traffic.system else 0
+                prompt = TracePrompt(stream, prompt_tokens, head, traffic.system)
+                job = Job(0, time, prompt, output, traffic.limit, label, caller, model=model)
+                jobs.append(job)
                 heappush(later, time)
             if rng.random() >= continue_share:
                 break
@@ -474,7 +430,6 @@ class SimulatedServer:
     queue: deque[Job] = field(default_factory=deque)
     """Jobs that arrived while every slot was busy: first in, first out."""
     next_end: float = -1.0  # when the current steps end; -1: it is idle
-    busy_seconds: float = 0.0  # seconds in which it computed
     # The current steps: when they began, seconds of each, how many equal ones.
     _steps_began: float = 0.0
     _step_seconds: float = 0.0
@@ -485,15 +440,10 @@ class SimulatedServer:
     """Prompt tokens that one step reads of each of the first of them."""
     cache: SimulatedPromptCache = field(init=False)
     slots: list[Job | None] = field(init=False)
-    _token_base: float = field(init=False)
-    _token_step: float = field(init=False)
-    _per_prompt_token: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.restart()
         self.slots = [None] * self.machine.slots
-        self._token_base, self._token_step = self.machine.token_base, self.machine.token_step
-        self._per_prompt_token = 1.0 / self.machine.prefill_tps
 
     def restart(self) -> None:
         """Its process is another now: the caches are empty."""
@@ -504,7 +454,7 @@ class SimulatedServer:
 
         `wall`: the time that the job notes, as this server's own may run slower.
         """
-        free = [number for number, held in enumerate(self.slots) if held is None]
+        free = self._free_slots()
         if not free:
             self.queue.append(job)
             return False
@@ -512,14 +462,13 @@ class SimulatedServer:
         if self.next_end < 0:
             self._begin_steps(now)
             return True
-        if self._steps > 1:
-            # The job joins after the current step.
-            done = int((now - self._steps_began) / self._step_seconds) + 1
-            if done < self._steps:
-                self._steps = done
-                self.next_end = self._steps_began + done * self._step_seconds
-                return True
-        return False
+        # The job joins after the current step.
+        done = int((now - self._steps_began) / self._step_seconds) + 1
+        if done >= self._steps:
+            return False
+        self._steps = done
+        self.next_end = self._steps_began + done * self._step_seconds
+        return True
 
     def end_steps(self, now: float, wall: float) -> tuple[list[Job], list[Job]]:
         """End the current steps: the jobs that have their first token, and those that have ended.
@@ -528,7 +477,6 @@ class SimulatedServer:
         for `take`.
         """
         steps, decoding = self._steps, self._decoding
-        self.busy_seconds += now - self._steps_began
         for job in decoding:
             job.to_write -= steps
         first: list[Job] = []
@@ -549,15 +497,18 @@ class SimulatedServer:
                 job.ended = wall
                 self.slots[job.slot] = None
                 self.cache.store(job.slot, job.final_prompt, wall)
-            while self.queue and None in self.slots:
-                free = [number for number, held in enumerate(self.slots) if held is None]
+            while self.queue and (free := self._free_slots()):
                 self._start_job(self.queue.popleft(), free, wall)
         self._begin_steps(now)
         return first, done
 
+    def _free_slots(self) -> list[int]:
+        return [number for number, held in enumerate(self.slots) if held is None]
+
     def _start_job(self, job: Job, free: list[int], now: float) -> None:
         slot, cached = self.cache.choose_slot(job.prompt, free)
-        job.start(slot, cached, now)
+        job.began, job.slot, job.cached = now, slot, cached
+        job.to_read, job.to_write = job.prompt.tokens - cached, job.output
         self.slots[slot] = job
         position = bisect(self._prefilling, slot, key=lambda one: one.slot)
         self._prefilling.insert(position, job)
@@ -568,8 +519,8 @@ class SimulatedServer:
     def _begin_steps(self, now: float) -> None:
         """Begin the next steps, as many as are equal."""
         decoding, prefilling = self._decoding, self._prefilling
-        count = len(decoding)
-        self._prompt_tokens = []
+        base, step = self.machine.token_base, self.machine.token_step
+        count, self._prompt_tokens = len(decoding), []
         if prefilling:
             room, read = self.machine.batch_tokens - count, 0
             for job in prefilling:
@@ -579,21 +530,17 @@ class SimulatedServer:
                 self._prompt_tokens.append(part)
                 read += part
             steps = max(1, prefilling[0].to_read // room)
-            seconds = (
-                max(self._token_base, read * self._per_prompt_token) + self._token_step * count
-            )
+            per_token = 1.0 / self.machine.prefill_tps
+            seconds = max(base, read * per_token) + step * count
         elif count:
             steps = decoding[0].to_write
-            seconds = self._token_base + self._token_step * (count - 1)
+            seconds = base + step * (count - 1)
         else:
             self.next_end = -1.0
             return
-        for job in decoding:
-            steps = min(steps, job.to_write)
-        self._steps_began = now
-        self._step_seconds = seconds
-        self._steps = steps
-        self.next_end = now + steps * seconds
+        self._steps = min([steps, *[job.to_write for job in decoding]])
+        self._steps_began, self._step_seconds = now, seconds
+        self.next_end = now + self._steps * seconds
 
 
 # Tokens of one step (`n_batch`): what `llama-gateway up` and its advice to operators set.
@@ -689,17 +636,12 @@ class SimulatedPromptCache:
         """
         size = prompt.tokens
         held = self.slot_prompts
-        slot, best = -1, SLOT_SIMILARITY * size
-        for candidate in free:
-            common = common_tokens(held[candidate], prompt)
-            if common > best:
-                slot, best = candidate, common
-        if slot < 0:
+        slot = max(free, key=lambda one: common_tokens(held[one], prompt))
+        best = common_tokens(held[slot], prompt)
+        is_like = best > SLOT_SIMILARITY * size
+        if not is_like:
             slot = min(reversed(free), key=self.slot_used_at.__getitem__)
-            evicts = True
-        else:
-            evicts = best < SLOT_KEPT_SHARE * held[slot].tokens
-        if evicts:
+        if not is_like or best < SLOT_KEPT_SHARE * held[slot].tokens:
             self._save(held[slot])
             self._load(slot, prompt)
         for other in free:
@@ -726,18 +668,14 @@ class SimulatedPromptCache:
 
     def _load(self, slot: int, prompt: TracePrompt) -> None:
         """Load an evicted prompt that has more of `prompt`, as tokens and as a share of itself."""
-        old = self.slot_prompts[slot]
+        best = old = self.slot_prompts[slot]
         gain = common_tokens(old, prompt)
         share = gain / old.tokens if old.tokens else -1.0
-        best = old
         for one in self.host_prompts:
             common = common_tokens(one, prompt)
-            if (
-                common > gain
-                and common >= HOST_LOADED_SHARE * one.tokens
-                and common / one.tokens > share
-            ):
-                best, share, gain = one, common / one.tokens, common
+            used = common / one.tokens
+            if common > gain and used >= HOST_LOADED_SHARE and used > share:
+                best, share, gain = one, used, common
         if best is not old:
             self.slot_prompts[slot] = best
             self.host_prompts.remove(best)
@@ -766,9 +704,10 @@ class SimulatedFleet:
         self.loaded = set(range(len(machines)) if loaded is None else loaded)
         self.loads, self.load_seconds = 0, 0.0  # of models on demand
         self.now = 0.0
-        self._routers = range(len(machines)) if routers is None else routers
-        count = max(self._routers, default=-1) + 1
+        self.routers = range(len(machines)) if routers is None else routers
+        count = max(self.routers, default=-1) + 1
         self._active: list[set[int]] = [set() for _ in range(count)]  # the servers that compute
+        self._able: dict[str, list[int]] = {}
         # A router's own clock runs slower the more of its servers compute: by how much it is late,
         # and at which time that was.
         self._lags = [0.0] * count
@@ -787,18 +726,17 @@ class SimulatedFleet:
         """The last end."""
         return max((job.ended for job in self.jobs), default=0.0)
 
-    def router_of(self, index: int) -> int:
-        """The router of a server; else its own place."""
-        return self._routers[index]
-
     def able(self, model: str) -> list[int]:
         """The servers that serve a model, if they are loaded."""
-        return [index for index, one in enumerate(self.machines) if one.serves(model)]
+        if model not in self._able:
+            serving = [index for index, one in enumerate(self.machines) if one.serves(model)]
+            self._able[model] = serving
+        return self._able[model]
 
     def send(self, job: Job, node: int) -> None:
         """Send a job to a node, now. A node without a free slot queues it."""
-        now, router = self.now, self._routers[node]
-        job.send_to(node, now)
+        now, router = self.now, self.routers[node]
+        job.sent, job.node = now, node
         active = self._active[router]
         if len(active) > 1:
             self._lags[router] += (now - self._lags_of[router]) * (1.0 - 1.0 / len(active))
@@ -809,10 +747,10 @@ class SimulatedFleet:
 
     def next_step_end(self) -> float:
         """When the next steps end; infinity while every node is idle."""
-        ends, versions = self._ends, self._versions
+        ends = self._ends
         while ends:
             time, router, version = ends[0]
-            if version == versions[router]:
+            if version == self._versions[router]:
                 return time
             heappop(ends)
         return math.inf
@@ -899,7 +837,7 @@ def simulate(front: Front, progress: Callable[[int], None] | None = None) -> Sim
                     progress(ended)
         elif next_arrival <= now:
             job = jobs[heappop(arrivals)[2]]
-            job.arrive(now)
+            job.arrived, job.sent = now, -1.0  # its results are of this run from now on
             front.arrive(job)
         else:
             front.wake()

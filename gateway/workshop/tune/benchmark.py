@@ -77,7 +77,6 @@ class ServerBenchmark:
     read_joules: Callable[[], float | None] = lambda: None
     """The energy of the whole machine since some moment; None where that is not known."""
     servers: int = 1  # benchmarked at the same time; each is taken to use its share of the energy
-    clock: Callable[[], float] = time.monotonic
     _text: list[int] = field(default_factory=list)
     _prompts_made: int = 0
 
@@ -88,10 +87,10 @@ class ServerBenchmark:
         """
         self._text = await self._tokens()
         await self._alone(SHORT_PROMPT, WARM_UP_TOKENS)
-        began, repeats = self.clock(), list[Figures]()
-        while len(repeats) < FIGURE_REPEATS and (
-            not repeats or self.clock() - began < REPEATS_SECONDS
-        ):
+        began, repeats = time.monotonic(), list[Figures]()
+        for number in range(FIGURE_REPEATS):
+            if number and time.monotonic() - began >= REPEATS_SECONDS:
+                break
             alone = await self._alone(self.request.prompt, self.request.answer)
             if self.slots > 1:
                 busy, joules = await self._all_busy()
@@ -102,10 +101,8 @@ class ServerBenchmark:
 
     async def _alone(self, prompt: int, answer: int) -> Figures:
         """Measure one request; tokens/s by the server's own clock."""
-        first: dict[str, Any] = {}
-        last: dict[str, Any] = {}
-        joules_at_send = self.read_joules()
-        joules_at_first = None
+        first = last = dict[str, Any]()
+        joules_at_send, joules_at_first = self.read_joules(), None
         async with aclosing(self._stream(prompt, answer)) as chunks:
             async for chunk in chunks:
                 if not first:
@@ -175,7 +172,8 @@ class ServerBenchmark:
                 neighbour.cancel()
                 await asyncio.gather(neighbour, return_exceptions=True)
         await self._wait_until_idle()
-        return longest_silence(times, sent)
+        # Between two tokens of which the second came after the prompt was sent.
+        return max((after - before for before, after in pairwise(times) if after > sent), default=0)
 
     async def _samples(self, prompt: int, answer: int) -> AsyncGenerator[StreamSample, None]:
         async with aclosing(self._stream(prompt, answer)) as chunks:
@@ -184,7 +182,7 @@ class ServerBenchmark:
                 if not isinstance(timings.get("predicted_n"), int):
                     raise BenchmarkError(f"{self.url}: a chunk without `timings.predicted_n`")
                 speed = float(timings.get("predicted_per_second") or 0.0)
-                yield StreamSample(self.clock(), timings["predicted_n"], speed)
+                yield StreamSample(time.monotonic(), timings["predicted_n"], speed)
 
     async def _stream(self, prompt: int, answer: int) -> AsyncGenerator[dict[str, Any], None]:
         body = {
@@ -224,8 +222,8 @@ class ServerBenchmark:
 
     async def _wait_until_idle(self) -> None:
         """Wait until the slots of closed streams are idle."""
-        until = self.clock() + IDLE_TIMEOUT
-        while self.clock() < until:
+        until = time.monotonic() + IDLE_TIMEOUT
+        while time.monotonic() < until:
             response = await self.client.get(f"{self.url}/slots")
             if response.status_code != 200:
                 return  # `/slots` is switched off: the stream's end may distort the next figure
@@ -259,11 +257,6 @@ def combined_throughput(streams: list[list[StreamSample]]) -> float:
     tokens = sum(stream[-1].tokens - stream[0].tokens for stream in streams)
     server_speeds = sum(stream[-1].tokens_per_second for stream in streams)
     return min(tokens / took, server_speeds) if took > 0 else server_speeds
-
-
-def longest_silence(times: list[float], since: float) -> float:
-    """Return the longest time between two tokens of which the second came after `since`."""
-    return max((after - before for before, after in pairwise(times) if after > since), default=0.0)
 
 
 def _json(url: str, text: str) -> dict[str, Any]:
@@ -342,7 +335,8 @@ class MachineBenchmark:
             )
         pids = [pid for pid in fleet.pids if pid is not None]
         busy, _ = other_work_between(before, read_cpu_times(cpus), own={os.getpid(), *pids})
-        memories = [memory for pid in pids if (memory := peak_memory(pid)) is not None]
+        shown = [read_fields(Path(f"/proc/{pid}/status")) for pid in pids]
+        memories = [int(one["VmHWM"].split()[0]) * 1024 for one in shown if one.get("VmHWM")]
         if memories and self.known_memory is None:
             self.known_memory = (setting, max(memories))
         figures = replace(combine_servers(results), memory=sum(memories) if memories else None)
@@ -421,7 +415,15 @@ def read_cpu_times(cpus: Collection[int], root: Path = Path("/")) -> CpuTimes:
             total += sum(ticks)
             busy += sum(ticks) - sum(ticks[3:5])
             found += 1
-    return CpuTimes(busy, total, found, _processes(root))
+    processes: dict[int, tuple[str, int]] = {}
+    for path in (root / "proc").glob("[0-9]*/stat"):
+        # `4711 (any (name)) R ...`: the fields follow the last bracket.
+        head, _, rest = read_text(path).rpartition(")")
+        words = rest.split()
+        if head and len(words) > 12:
+            ticks_of = int(words[11]) + int(words[12])
+            processes[int(path.parent.name)] = head.partition("(")[2], ticks_of
+    return CpuTimes(busy, total, found, processes)
 
 
 def other_work_between(
@@ -447,24 +449,3 @@ def other_work_between(
     )
     words = f"{busy:.1f} of {after.cpus} CPUs are busy"
     return max(0.0, busy), f"{words}: {names}" if names else words
-
-
-def peak_memory(pid: int, root: Path = Path("/")) -> int | None:
-    """Return the peak resident bytes of a process; None where `/proc` does not show it."""
-    words = read_fields(root / f"proc/{pid}/status").get("VmHWM", "").split()
-    return int(words[0]) * 1024 if words else None
-
-
-def _processes(root: Path) -> dict[int, tuple[str, int]]:
-    found: dict[int, tuple[str, int]] = {}
-    try:
-        ids = [int(entry.name) for entry in (root / "proc").iterdir() if entry.name.isdecimal()]
-    except OSError:
-        return found
-    for pid in ids:
-        # `4711 (any (name)) R ...`: the fields follow the last bracket.
-        head, bracket, rest = read_text(root / f"proc/{pid}/stat").rpartition(")")
-        words = rest.split()
-        if bracket and len(words) > 12:
-            found[pid] = (head.partition("(")[2], int(words[11]) + int(words[12]))
-    return found

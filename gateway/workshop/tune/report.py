@@ -50,11 +50,6 @@ class TuningReport:
     session: TuningSession
 
     @property
-    def noise(self) -> float:
-        """The standard deviation of one measurement, as a share of it."""
-        return self.session.search.history.noise()
-
-    @property
     def disturbed_count(self) -> int:
         """Measurements beside other work on the machine."""
         return sum((one.other_work or 0.0) > MOST_OTHER_WORK for one in self.session.measurements)
@@ -78,7 +73,7 @@ class TuningReport:
         repeated = any(row.measured > 1 for row in self.results)
         sentences.append(
             f"A single measurement {'varies' if repeated else 'is taken to vary'} by "
-            f"{self.noise:.1%}, so smaller differences than "
+            f"{search.history.noise():.1%}, so smaller differences than "
             f"{search.history.significant_difference(REPEATS, REPEATS):.1%} may be noise."
         )
         is_worse = search.history.clearly_better
@@ -126,7 +121,7 @@ class TuningReport:
             "best": asdict(self.best),
             "rule_of_thumb": asdict(self.baseline),
             "better_than_rule_of_thumb": self.best.setting != self.baseline.setting,
-            "noise": self.noise,
+            "noise": session.search.history.noise(),
             "verdict": self.verdict(),
             "tried": [asdict(row) for row in self.results],
             "failed": [
@@ -151,7 +146,7 @@ def build_report(session: TuningSession) -> TuningReport | None:
             figures,
             history.median_score(setting),
             history.count(setting),
-            history.gain(setting, start),
+            1 - history.median_score(setting) / history.median_score(start),
             history.clearly_better(setting, start) or history.clearly_better(start, setting),
         )
         for setting, figures in session.median_by_setting().items()
@@ -200,10 +195,8 @@ def role_variables(setting: Setting, topology: Topology) -> dict[str, Any]:
         "llama_node_slots": setting.slots,
     }
     if setting.pinning == "cores":  # offered with a single NUMA node only
-        cpus = pinned_cpus("cores", topology.nodes[0]) or ()
-        variables["llama_node_service_options"] = {
-            "CPUAffinity": format_kernel_list(cpus).replace(",", " ")
-        }
+        cpus = format_kernel_list(pinned_cpus("cores", topology.nodes[0]) or ())
+        variables["llama_node_service_options"] = {"CPUAffinity": cpus.replace(",", " ")}
     return variables
 
 
@@ -214,30 +207,27 @@ def write_result(
     subject: dict[str, Any],
     written_at: datetime,
 ) -> None:
-    """Write host vars or, where the suffix is `.json`, the whole report. Raises OSError."""
+    """Write host vars, with the measurements that they rest on; as `.json` the whole report.
+
+    Raises OSError.
+    """
     if path.suffix == ".json":
         text = json.dumps({"subject": subject, **report.as_dict()}, indent=2) + "\n"
-    else:
-        text = render_host_vars(report, topology, subject, written_at)
-    replace_file(path, text.encode())
-
-
-def render_host_vars(
-    report: TuningReport, topology: Topology, subject: dict[str, Any], written_at: datetime
-) -> str:
-    """Return the text of a host vars file, with the measurements that it rests on."""
+        replace_file(path, text.encode())
+        return
     best, session = report.best, report.session
     judged = f"{session.request.prompt} + {session.request.answer} tokens"
     moment = f"{written_at.astimezone(UTC):%Y-%m-%d %H:%M}"
-    comments = [
+    lines = [
         f"{HEADER} on {moment} UTC, which replaces it as a whole.",
         f"# Goal {session.goal}: requests of {judged}, slots of {subject['context']} tokens.",
         f"# Model {subject['model']}, {subject['server']}, {subject['processor']}.",
         *(f"# {line}" for line in report.verdict()),
         f"# Each server: {format_figures(best.figures)}.",
+        "---",
+        yaml.safe_dump(role_variables(best.setting, topology), sort_keys=False),
     ]
-    body = yaml.safe_dump(role_variables(best.setting, topology), sort_keys=False)
-    return "\n".join(comments) + f"\n---\n{body}"
+    replace_file(path, "\n".join(lines).encode())
 
 
 def format_figures(figures: Figures) -> str:
@@ -253,14 +243,6 @@ def format_figures(figures: Figures) -> str:
     )
 
 
-PLOTTED_FIGURES: tuple[tuple[str, Callable[[Figures], float | None]], ...] = (
-    ("prefill,\ntokens/s", lambda one: one.prefill),
-    ("decode alone,\ntokens/s", lambda one: one.decode),
-    ("decode, all slots,\ntokens/s", lambda one: one.decode_busy),
-    ("stall, s", lambda one: one.stall),
-)
-
-
 def draw_report(path: Path, report: TuningReport, title: str) -> None:
     """Plot the measurements along each knob, and their medians; the suffix selects the format.
 
@@ -271,13 +253,15 @@ def draw_report(path: Path, report: TuningReport, title: str) -> None:
 
     session, space = report.session, report.session.search.space
     knobs = space.knobs
-    rows = (
-        (
-            f"{session.goal}, s\n(less is better)",
-            lambda one: score(one, session.request, session.goal),
+    rows: dict[str, Callable[[Figures], float | None]] = {
+        f"{session.goal}, s\n(less is better)": lambda one: score(
+            one, session.request, session.goal
         ),
-        *PLOTTED_FIGURES,
-    )
+        "prefill,\ntokens/s": lambda one: one.prefill,
+        "decode alone,\ntokens/s": lambda one: one.decode,
+        "decode, all slots,\ntokens/s": lambda one: one.decode_busy,
+        "stall, s": lambda one: one.stall,
+    }
     figure = Figure(
         figsize=(2.4 * max(1, len(knobs)) + 0.8, 1.7 * len(rows)), dpi=110, layout="constrained"
     )
@@ -285,10 +269,12 @@ def draw_report(path: Path, report: TuningReport, title: str) -> None:
     for column, knob in enumerate(knobs):
         near = settings_along_knob(report, knob)
         values = [value for value in space.values(knob) if value in near]
-        for (_, read), panel in zip(rows, panels[:, column], strict=True):
+        for read, panel in zip(rows.values(), panels[:, column], strict=True):
             medians = []
             for at, value in enumerate(values):
-                points = _points(session, near[value], read)
+                measured = [one for one in session.measurements if one.setting == near[value]]
+                read_off = [read(one.figures) for one in measured if one.figures is not None]
+                points = [point for point in read_off if point is not None]
                 panel.plot([at] * len(points), points, ".", color="grey", markersize=4)
                 medians += [(at, median(points))] if points else []
             panel.plot(*zip(*medians, strict=True), linewidth=1.2) if medians else None
@@ -300,8 +286,8 @@ def draw_report(path: Path, report: TuningReport, title: str) -> None:
             panel.grid(alpha=0.3)
             panel.tick_params(axis="y", labelsize=7)
         panels[-1][column].set_xlabel(knob.replace("_", "-"), fontsize=8)
-    for line, (label, _) in enumerate(rows):
-        panels[line][0].set_ylabel(label, fontsize=8)
+    for panel, label in zip(panels[:, 0], rows, strict=True):
+        panel.set_ylabel(label, fontsize=8)
     figure.suptitle(title, fontsize=9)
     figure.savefig(path)
 
@@ -322,11 +308,3 @@ def settings_along_knob(report: TuningReport, knob: str) -> dict[object, Setting
         for base in bases
     ]
     return max(series, key=len)
-
-
-def _points(
-    session: TuningSession, setting: Setting, read: Callable[[Figures], float | None]
-) -> list[float]:
-    figures = [one.figures for one in session.measurements if one.setting == setting]
-    values = [read(one) for one in figures if one is not None]
-    return [value for value in values if value is not None]

@@ -13,6 +13,7 @@ import json
 import math
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -86,8 +87,7 @@ class SearchSpace:
         if knob == "pinning":
             return tuple((other,) for other in values if other != value)
         below = tuple(other for other in reversed(values) if other < value)
-        above = tuple(other for other in values if other > value)
-        return tuple(direction for direction in (below, above) if direction)
+        return below, tuple(other for other in values if other > value)
 
     @property
     def knobs(self) -> list[str]:
@@ -103,13 +103,12 @@ class SearchSpace:
 
 def rule_of_thumb(topology: Topology) -> Setting:
     """Return the setting of `llama-gateway up` and the role `llama_node`, where a search begins."""
-    return Setting(
-        _cores(topology),
-        DEFAULT_BATCH,
-        DEFAULT_MICRO_BATCH,
-        DEFAULT_SLOTS,
-        _usual_pinning(topology),
-    )
+    nodes = topology.nodes
+    # Those of the smallest node, since all servers of a host get the same setting.
+    cores = min(topology.threads_per_server(node) for node in nodes)
+    is_pinned = len(nodes) > 1 or any(node.efficiency_cpus for node in nodes)
+    pinning: Pinning = "node" if is_pinned else "free"
+    return Setting(cores, DEFAULT_BATCH, DEFAULT_MICRO_BATCH, DEFAULT_SLOTS, pinning)
 
 
 def search_space(topology: Topology, *, context: int, max_slots: int) -> SearchSpace:
@@ -118,19 +117,14 @@ def search_space(topology: Topology, *, context: int, max_slots: int) -> SearchS
     There are no more threads than physical cores of a NUMA node. With several NUMA nodes a server
     is always pinned to its own.
     """
-    cores = _cores(topology)
-    pinnings = [_usual_pinning(topology)]
-    if len(topology.nodes) == 1 and any(
-        len(core) > 1 for core in topology.nodes[0].performance_cores
-    ):
+    start, first = rule_of_thumb(topology), topology.nodes[0]
+    cores, pinnings = start.threads, [start.pinning]
+    if len(topology.nodes) == 1 and any(len(core) > 1 for core in first.performance_cores):
         pinnings.append("cores")
-    start = rule_of_thumb(topology)
     return SearchSpace(
         threads=tuple(sorted({max(1, n) for n in (cores // 2, cores * 3 // 4, cores - 1, cores)})),
         batch=tuple(size for size in BATCH_SIZES if size <= max(context, start.batch)),
-        micro_batch=tuple(
-            size for size in MICRO_BATCH_SIZES if size <= max(context, DEFAULT_MICRO_BATCH)
-        ),
+        micro_batch=tuple(n for n in MICRO_BATCH_SIZES if n <= max(context, start.micro_batch)),
         slots=tuple(count for count in SLOT_COUNTS if count <= max(max_slots, start.slots)),
         pinning=tuple(pinnings),
     )
@@ -154,23 +148,9 @@ def server_spec(setting: Setting, spec: ServerSpec, topology: Topology, context:
 
 def pinned_cpus(pinning: Pinning, node: NumaNode) -> tuple[int, ...] | None:
     """Return the CPUs that a server on this node is pinned to; None for any."""
-    match pinning:
-        case "free":
-            return None
-        case "node":
-            return node.performance_cpus
-        case "cores":
-            return tuple(sorted(core[0] for core in node.performance_cores))
-
-
-def _cores(topology: Topology) -> int:
-    """Cores of the smallest node, since all servers of a host get the same setting."""
-    return min(topology.threads_per_server(node) for node in topology.nodes)
-
-
-def _usual_pinning(topology: Topology) -> Pinning:
-    pinned = len(topology.nodes) > 1 or any(node.efficiency_cpus for node in topology.nodes)
-    return "node" if pinned else "free"
+    if pinning == "cores":
+        return tuple(sorted(core[0] for core in node.performance_cores))
+    return node.performance_cpus if pinning == "node" else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +170,7 @@ class MeasurementLog:
             return [], 0
         measurements: list[Measurement] = []
         broken = 0
-        for line in self.path.read_text(errors="replace").splitlines():
-            if not line.strip():
-                continue
+        for line in filter(str.strip, self.path.read_text(errors="replace").splitlines()):
             try:
                 value = json.loads(line)
                 if value["subject"] == self.subject:
@@ -267,13 +245,8 @@ def score(figures: Figures, request: BenchmarkRequest, goal: TuningGoal) -> floa
     alone = prefill + request.answer / figures.decode
     latency = alone + (alone / 2 if figures.stall is None else figures.stall)
     throughput = prefill + request.answer / figures.decode_busy
-    match goal:
-        case "latency":
-            return latency
-        case "throughput":
-            return throughput
-        case "balanced":
-            return math.sqrt(latency * throughput)
+    balanced = math.sqrt(latency * throughput)
+    return {"latency": latency, "throughput": throughput, "balanced": balanced}[goal]
 
 
 def median_figures(repeats: Sequence[Figures]) -> Figures:
@@ -312,7 +285,7 @@ LEAST_GAIN = 0.01  # a share; no smaller gain is worth a change
 class ScoreHistory:
     """The scores of all measurements, and what differences between them mean."""
 
-    scores: dict[Setting, list[float]] = field(default_factory=dict)
+    scores: defaultdict[Setting, list[float]] = field(default_factory=lambda: defaultdict(list))
     failed: set[Setting] = field(default_factory=set)
 
     def add(self, setting: Setting, score: float | None) -> None:
@@ -320,7 +293,7 @@ class ScoreHistory:
         if score is None:
             self.failed.add(setting)
         else:
-            self.scores.setdefault(setting, []).append(score)
+            self.scores[setting].append(score)
 
     def count(self, setting: Setting) -> int:
         """How often a setting was measured."""
@@ -350,10 +323,6 @@ class ScoreHistory:
         """
         error = self.noise() * math.sqrt(sum(1 / count for count in times))
         return max(LEAST_GAIN, SIGNIFICANT_ERRORS * error)
-
-    def gain(self, one: Setting, other: Setting) -> float:
-        """The share of the other's score by which `one` is lower; negative where it is higher."""
-        return 1 - self.median_score(one) / self.median_score(other)
 
     def clearly_better(self, one: Setting, other: Setting) -> bool:
         """Whether the score of `one` is lower by more than noise."""
@@ -390,7 +359,7 @@ class Search:
                 break
             if self.searched_knobs:
                 # A machine that has become slower since would make every new value look bad.
-                yield from self._once_more(self.best)
+                yield from self._measured(self.best, self.history.count(self.best) + 1)
             before = self.best
             self.current_knob = knob
             yield from self._search_knob(knob)
@@ -425,24 +394,16 @@ class Search:
                 return
             for rival in candidates:
                 yield from self._measured(rival, times)
-            yield from self._once_more(base)
+            yield from self._measured(base, history.count(base) + 1)
             candidates = self._ahead(candidates, base)
         if candidates and history.clearly_better(candidates[0], base):
             self.best = candidates[0]
 
     def _ahead(self, rivals: list[Setting], base: Setting) -> list[Setting]:
         """Return the rivals with a better score than `base`, the best first."""
-        history = self.history
-        ahead = [
-            rival
-            for rival in rivals
-            if rival not in history.failed
-            and history.median_score(rival) < history.median_score(base)
-        ]
-        return sorted(ahead, key=history.median_score)
-
-    def _once_more(self, setting: Setting) -> Iterator[Setting]:
-        yield from self._measured(setting, self.history.count(setting) + 1)
+        score = self.history.median_score
+        ran = (rival for rival in rivals if rival not in self.history.failed)
+        return sorted((rival for rival in ran if score(rival) < score(base)), key=score)
 
     def _measured(self, setting: Setting, times: int) -> Iterator[Setting]:
         for _ in range(times - self.history.count(setting)):
@@ -497,7 +458,8 @@ class TuningSession:
                 self._add(earlier)
                 continue
             left = until - clock()
-            each = self.seconds_each()
+            took = [one.seconds for one in self.measurements if one.figures is not None]
+            each = statistics.median(took) if took else None
             if left <= (each or 0.0):
                 self.end_reason = "time"
                 return
@@ -517,17 +479,12 @@ class TuningSession:
             on_end(one)
         self.end_reason = "complete"
 
-    def seconds_each(self) -> float | None:
-        """The median duration of the measurements that ran."""
-        took = [one.seconds for one in self.measurements if one.figures is not None]
-        return statistics.median(took) if took else None
-
     def median_by_setting(self) -> dict[Setting, Figures]:
         """Return the median figures of each setting that ran, the first measured first."""
-        by_setting: dict[Setting, list[Figures]] = {}
+        by_setting: defaultdict[Setting, list[Figures]] = defaultdict(list)
         for one in self.measurements:
             if one.figures is not None:
-                by_setting.setdefault(one.setting, []).append(one.figures)
+                by_setting[one.setting].append(one.figures)
         return {setting: median_figures(figures) for setting, figures in by_setting.items()}
 
     def errors(self) -> dict[Setting, str]:
