@@ -49,13 +49,17 @@ class CacheEntry:
 
 def cache_contents(cache: Path, sysroot: Path = ROOT) -> list[CacheEntry]:
     """Return what the cache holds, the largest first. Raises OSError."""
-    found = _with_unique_names([*_downloads(cache), *_demo_models(cache), *_other(cache)])
+    found = [*_downloads(cache), *_generated(cache)]
+    names = [entry.name for entry in found]
     users = open_files(cache, sysroot)
     rows = []
     for entry in found:
         pids = sorted({pid for path in entry.files for pid in users.get(path.resolve(), ())})
+        name = entry.name
+        if names.count(name) > 1 and entry.kind in {"model", "partial"}:
+            name += f"@{entry.files[0].parent.name[:8]}"  # a part of the address's key
         with _held(entry) as is_free:
-            rows.append(replace(entry, users=tuple(pids), locked=not is_free))
+            rows.append(replace(entry, name=name, users=tuple(pids), locked=not is_free))
     return sorted(rows, key=lambda entry: (-entry.size, entry.name))
 
 
@@ -133,13 +137,10 @@ def _downloads(cache: Path) -> Iterator[CacheEntry]:
         )
 
 
-def _demo_models(cache: Path) -> Iterator[CacheEntry]:
+def _generated(cache: Path) -> Iterator[CacheEntry]:
     for path in _children(models_folder(cache)):
         if DEMO_MODEL.fullmatch(path.name) and path.is_file():
             yield CacheEntry(path.name, "demo", (path,), path.stat().st_size, _last_used(path))
-
-
-def _other(cache: Path) -> Iterator[CacheEntry]:
     logs = [path for path in _children(logs_folder(cache)) if ".log" in path.suffixes]
     measured = [path for name in MEASUREMENT_FILES if (path := cache / name).is_file()]
     kinds: tuple[tuple[Kind, list[Path]], ...] = (("logs", logs), ("measurements", measured))
@@ -148,17 +149,6 @@ def _other(cache: Path) -> Iterator[CacheEntry]:
             size = sum(path.stat().st_size for path in paths)
             changed = max(path.stat().st_mtime for path in paths)
             yield CacheEntry(kind, kind, tuple(sorted(paths)), size, changed)
-
-
-def _with_unique_names(entries: list[CacheEntry]) -> list[CacheEntry]:
-    """Add a part of the address's key to names that several downloads have."""
-    names = [entry.name for entry in entries]
-    return [
-        replace(entry, name=f"{entry.name}@{entry.files[0].parent.name[:8]}")
-        if names.count(entry.name) > 1 and entry.kind in {"model", "partial"}
-        else entry
-        for entry in entries
-    ]
 
 
 def _last_used(path: Path) -> float:

@@ -12,6 +12,7 @@ import pytest
 from gateway.local import LocalFleetError, ServerStartError
 from gateway.local.embedded import argument_parser
 from gateway.local.server import (
+    FLAG_PATTERN,
     LocalFleet,
     ServerBinary,
     ServerEvent,
@@ -22,7 +23,6 @@ from gateway.local.server import (
     find_binary,
     last_lines,
     open_log,
-    parse_flags,
     restart_backoff,
     server_command,
     truncate_log,
@@ -55,7 +55,9 @@ HELP = """\
 
 
 def help_with(*flags: str) -> ServerBinary:
-    return ServerBinary(Path("/bin/llama-server"), parse_flags(HELP) | set(flags))
+    return ServerBinary(
+        Path("/bin/llama-server"), frozenset(FLAG_PATTERN.findall(HELP)) | set(flags)
+    )
 
 
 def script(path: Path, text: str) -> Path:
