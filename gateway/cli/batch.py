@@ -116,8 +116,7 @@ def submit(
     if wait and not check:
         places.check()
     problems = Problems(most_shown=2**31 if check else batch_files.MOST_SHOWN)
-    found = batch_files.prepare(source, chosen, problems)
-    with contextlib.closing(found):
+    with batch_files.prepare(source, chosen, problems) as found:
         _tell_checked(found, problems, check=check, anyway=anyway, as_json=as_json)
         if check:
             return
@@ -239,7 +238,7 @@ def fetch(
     as_json: bool = options.JSON,
 ) -> None:
     """Fetch the results of a batch: its output and its errors."""
-    from gateway.cli.batch_files import Table, fetch_results, places_for
+    from gateway.cli.batch_files import fetch_results, open_table, places_for
 
     places = places_for(id_, format_, output, force=force)
     _check_stdout(places, as_json=as_json)
@@ -251,8 +250,7 @@ def fetch(
     with contextlib.ExitStack() as stack:
         read = None
         if table is not None:
-            read = Table.open(str(table), id_column, delimiter)
-            stack.callback(read.close)
+            read = stack.enter_context(open_table(str(table), id_column, delimiter))
         client = stack.enter_context(gateway.connect())
         patience = Patience(retry_for)
         batch = patience.call(lambda: client.batch(id_))

@@ -71,7 +71,11 @@ class GatewayClient:
     AGAIN: ClassVar[frozenset[int]] = frozenset()
 
     def __init__(
-        self, url: str, key: str | None, tls: ssl.SSLContext | None, timeout: httpx.Timeout | float
+        self,
+        url: str,
+        key: str | None,
+        tls: ssl.SSLContext | None = None,
+        timeout: httpx.Timeout | float = ADMIN_SECONDS,
     ) -> None:
         import httpx  # commands that ask no gateway start without it
 
@@ -178,9 +182,6 @@ class AdminClient(GatewayClient):
     LISTENER = "admin listener"
     STRANGER = "{url}{path} is no gateway's admin API"
 
-    def __init__(self, url: str, key: str | None, tls: ssl.SSLContext | None = None) -> None:
-        super().__init__(url, key, tls, ADMIN_SECONDS)
-
     def nodes(self) -> list[dict[str, Any]]:
         """Return all nodes."""
         return objects(self.request("GET", "/admin/nodes"), "nodes")
@@ -193,10 +194,6 @@ class AdminClient(GatewayClient):
         """Drain, resume or probe a node."""
         path = f"/admin/nodes/{quote(name, safe='')}/{action}"
         self.request("POST", path, {key: f"{value:g}" for key, value in parameters.items()})
-
-    def status(self) -> dict[str, Any]:
-        """Return the gateway's status."""
-        return self.request("GET", "/admin/status")
 
     def explanation(self, request_id: str) -> dict[str, Any]:
         """Return why the requests of this id went where they went."""
@@ -227,9 +224,7 @@ class AdminClient(GatewayClient):
 
     def remedy(self, code: int, error_code: object, path: str) -> str | None:
         """Name the flag for the key."""
-        if code == 401:
-            return "name a file that holds its admin key with --admin-key-file"
-        return None
+        return "name a file that holds its admin key with --admin-key-file" if code == 401 else None
 
 
 # The public listener: files and batches.
@@ -265,12 +260,10 @@ class Patience:
                 result = job()
             except GatewayAway as error:
                 now = self.clock()
-                if failed_at is None:
-                    failed_at = now
-                    if self.seconds > 0:
-                        self.note(f"{error}; trying again for up to {self.seconds:.0f} s")
-                left = failed_at + self.seconds - now
-                if left <= 0:
+                if failed_at is None and self.seconds > 0:
+                    self.note(f"{error}; trying again for up to {self.seconds:.0f} s")
+                failed_at = now if failed_at is None else failed_at
+                if (left := failed_at + self.seconds - now) <= 0:
                     raise
                 wait = max(pause * self.rng.uniform(0.8, 1.2), error.retry_after or 0.0)
                 self.sleep(min(wait, left))
@@ -300,10 +293,9 @@ class BatchClient(GatewayClient):
 
     def find_upload(self, name: str, size: int) -> dict[str, Any] | None:
         """Return the newest earlier upload of this name and size, if there is one."""
-        for one in objects(self.request("GET", "/v1/files", {"purpose": "batch"}), "data"):
-            if one.get("filename") == name and one.get("bytes") == size:
-                return one
-        return None
+        listed = objects(self.request("GET", "/v1/files", {"purpose": "batch"}), "data")
+        wanted = (name, size)
+        return next((x for x in listed if (x.get("filename"), x.get("bytes")) == wanted), None)
 
     def create(self, fields: Mapping[str, Any], idempotency_key: str) -> dict[str, Any]:
         """Create a batch; with the same key again it is the same batch."""
@@ -608,7 +600,7 @@ class StoreFlags(options.FlagGroup):
 
         with AdminFlags(**vars(self)).connect() as admin:
             try:
-                status = admin.status()
+                status = admin.request("GET", "/admin/status")
             except NoGateway:
                 if self.admin_url is not None:
                     raise
@@ -656,9 +648,8 @@ def check_same_store(admin: AdminClient, status: dict[str, Any], config: Path | 
     """
     from gateway.config.stored import STORE_OFF
 
-    store = status.get("store")
-    state = store.get("state") if isinstance(store, dict) else None
-    own = store.get("url") if isinstance(store, dict) else None
+    store = status.get("store") or {}
+    state, own = store.get("state"), store.get("url")
     print_note(f"store: {own or STORE_OFF} (of the gateway at {admin.url}, state: {state})")
     try:
         settings = read_settings(config)

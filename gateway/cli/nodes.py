@@ -58,7 +58,12 @@ class NodeSelection(options.FlagGroup):
 
     def __init__(self, **values: Any) -> None:
         super().__init__(**{name: value or [] for name, value in values.items()})
-        self._labels = _read_labels(self.labels)
+        self._labels = set[tuple[str, str]]()
+        for text in self.labels:
+            key, equals, value = text.partition("=")
+            if not key or not equals:
+                raise WrongUsage(f"--label {text}: must be like rack=b")
+            self._labels.add((key, value))
 
     @property
     def is_filter(self) -> bool:
@@ -73,31 +78,17 @@ class NodeSelection(options.FlagGroup):
             raise CommandFailed(
                 f"there is no node {', '.join(map(repr, unknown))}: llama-gateway nodes lists them"
             )
-        found = [node for name, node in known.items() if self._means(name, node)]
+        found = [
+            node
+            for name, node in known.items()
+            if (name in self.names if self.names else not node.get("router"))
+            and (not self.hosts or node.get("host") in self.hosts)
+            and self._labels <= (node.get("labels") or {}).items()
+            and name not in self.all_but
+        ]
         if not found:
             raise CommandFailed("no node fits: llama-gateway nodes --json shows hosts and labels")
         return found
-
-    def _means(self, name: str, node: dict[str, Any]) -> bool:
-        labels = node.get("labels")
-        own = labels if isinstance(labels, Mapping) else {}
-        return (
-            (name in self.names if self.names else not node.get("router"))
-            and (not self.hosts or node.get("host") in self.hosts)
-            and all(own.get(key) == value for key, value in self._labels)
-            and name not in self.all_but
-        )
-
-
-def _read_labels(texts: Iterable[str]) -> list[tuple[str, str]]:
-    """Labels as the command line has them, `key=value`. Raises: CommandFailed."""
-    found = []
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not key or not equals:
-            raise WrongUsage(f"--label {text}: must be like rack=b")
-        found.append((key, value))
-    return found
 
 
 def nodes(
@@ -257,7 +248,7 @@ def _list_members(admin: AdminClient) -> None:
     """The machines of the gateway's cluster, if it is a member of one."""
     cluster = None
     with suppress(CommandFailed):
-        cluster = admin.status().get("cluster")
+        cluster = admin.request("GET", "/admin/status").get("cluster")
     if cluster:
         print()
         terminal.print_rows(map(_member_row, objects(cluster, "members")))

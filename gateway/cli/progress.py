@@ -150,15 +150,12 @@ class StartupProgress(Progress):
             elif event.kind == "ready":
                 log.info("server ready", server=event.name, seconds=round(event.seconds, 1))
             return
-        match event.kind:
-            case "started":
-                told = f"started on {event.detail}"
-            case "loading":
-                told = "loading the model"
-            case "ready":
-                told = f"ready after {event.seconds:.1f} s"
-            case _:
-                told = f"{event.detail}, restarts in {event.seconds:g} s"
+        told = {
+            "started": f"started on {event.detail}",
+            "loading": "loading the model",
+            "ready": f"ready after {event.seconds:.1f} s",
+            "exited": f"{event.detail}, restarts in {event.seconds:g} s",
+        }[event.kind]
         if self.on_terminal:
             done = int(event.kind == "ready")
             row = self._rows[event.name]
@@ -233,7 +230,15 @@ class TuningProgress(Progress):
         self._seconds_left = left
         if each is not None and not self._estimated:
             self._estimated = True
-            self._estimate(each, left)
+            expected = self._session.search.expected_measurements()
+            whole = expected * each
+            verdict = "the time is enough"
+            if whole > left:
+                verdict = f"the time is for {int(left / each)} of them; more: --minutes"
+            self.note(
+                f"A measurement takes about {each:.0f} s, about {expected} of them "
+                f"{whole / 60:.0f} min: {verdict}."
+            )
         knob = (self._session.search.current_knob or "rule of thumb").replace("_", "-")
         self.update(self._bar, completed=self._seconds - left, description=f"{knob}: {setting}")
 
@@ -243,23 +248,11 @@ class TuningProgress(Progress):
         from gateway.workshop.tune.report import format_figures
 
         left = max(0.0, self._seconds_left - measurement.seconds) / 60
-        result, busy = f"does not run: {measurement.error}", ""
-        if measurement.figures:
-            result = format_figures(measurement.figures)
-        if (measurement.other_work or 0.0) > MOST_OTHER_WORK:
-            busy = f"; other work took {measurement.other_work:.1f} CPUs"
+        figures, other_work = measurement.figures, measurement.other_work or 0.0
+        result = format_figures(figures) if figures else f"does not run: {measurement.error}"
+        is_busy = other_work > MOST_OTHER_WORK
+        busy = f"; other work took {other_work:.1f} CPUs" if is_busy else ""
         self.note(
             f"{len(self._session.measurements):>3}. {measurement.setting}: {result} "
             f"({measurement.seconds:.0f} s, {left:.1f} min left{busy})"
-        )
-
-    def _estimate(self, each: float, left: float) -> None:
-        expected = self._session.search.expected_measurements()
-        whole = expected * each
-        verdict = "the time is enough"
-        if whole > left:
-            verdict = f"the time is for {int(left / each)} of them; more: --minutes"
-        self.note(
-            f"A measurement takes about {each:.0f} s, about {expected} of them "
-            f"{whole / 60:.0f} min: {verdict}."
         )

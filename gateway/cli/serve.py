@@ -182,13 +182,12 @@ class NodeCheck:
     def table_row(self) -> list[tuple[str, object]]:
         """Return the row of the table; its remarks have the tools, as a danger."""
         properties = self.properties
-        danger = ""
+        remarks = [self.detail, *self.drift, *self.hints]
         if self.tools:
-            danger = (
+            remarks.append(
                 f"its server was started with --tools or --agent: whoever reaches it can run "
                 f"{', '.join(self.tools[:MOST_NAMED_TOOLS])} on its host; start it without"
             )
-        remarks = (self.detail, *self.drift, *self.hints, danger)
         return [
             ("NAME", self.spec.name),
             ("ANSWER", self.answer),
@@ -261,17 +260,6 @@ async def check_nodes(inventory: Inventory, settings: Settings) -> list[NodeChec
 SLOTS_OF_A_SHARED_POOL = 4
 
 
-def _hints(spec: NodeSpec, properties: ServerProperties) -> tuple[str, ...]:
-    slots, context = properties.slots, properties.context
-    if spec.kv != "auto" or slots != SLOTS_OF_A_SHARED_POOL or context is None:
-        return ()
-    hint = (
-        f"{slots} slots of {context} tokens each, by its own words: started without -np they share "
-        f"{context} tokens; say so in the inventory (kv: shared, else kv: split)"
-    )
-    return (hint,)
-
-
 async def _check_node(spec: NodeSpec, settings: Settings) -> NodeCheck:
     import random
 
@@ -297,7 +285,13 @@ async def _check_node(spec: NodeSpec, settings: Settings) -> NodeCheck:
         seconds = node.clock() - began
         if outcome.up and spec.kind == "llama.cpp":
             outcome = await discover(node)
-        properties = node.properties
+        properties, hints = node.properties, []
+        slots, context = properties.slots, properties.context
+        if spec.kv == "auto" and slots == SLOTS_OF_A_SHARED_POOL and context is not None:
+            hints.append(
+                f"{slots} slots of {context} tokens each, by its own words: started without -np "
+                f"they share {context} tokens; say so in the inventory (kv: shared, else kv: split)"
+            )
         return NodeCheck(
             spec,
             outcome.answer.value,
@@ -305,7 +299,7 @@ async def _check_node(spec: NodeSpec, settings: Settings) -> NodeCheck:
             seconds,
             properties,
             drift=inventory_drift(spec, properties),
-            hints=_hints(spec, properties),
+            hints=tuple(hints),
             tools=await _read_tools(node) if outcome.up and spec.kind == "llama.cpp" else (),
         )
     finally:
