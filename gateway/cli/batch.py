@@ -279,7 +279,9 @@ def submit_input(
 
     from gateway.cli.progress import Progress
 
-    name = upload_name(found)
+    # The same for the same bytes.
+    stem = "".join(c if c.isprintable() and c not in '"\\/' else "_" for c in found.stem)
+    name = f"{stem[:LONGEST_STEM]}-{found.sha256[:16]}.jsonl"
     is_repeated = not key.startswith("cli-")
 
     def upload() -> dict[str, Any]:
@@ -301,12 +303,6 @@ def submit_input(
             f"--idempotency-key {key} makes no second one"
         )
         raise
-
-
-def upload_name(found: PreparedInput) -> str:
-    """The name of an upload: the same for the same bytes."""
-    stem = "".join(c if c.isprintable() and c not in '"\\/' else "_" for c in found.stem)
-    return f"{stem[:LONGEST_STEM]}-{found.sha256[:16]}.jsonl"
 
 
 # Following a batch to its end.
@@ -489,9 +485,10 @@ def _tell_checked(
 def _tell_written(batch: dict[str, Any], written: Fetched, *, as_json: bool) -> None:
     if as_json:
         print_json({"batch": batch, **asdict(written)})
-    elif written.output is not None and str(written.output) != "-":
+        return
+    if written.output is not None and str(written.output) != "-":
         print_note(f"{written.done:,} results: {written.output}")
-    if not as_json and written.failed and written.errors is not None:
+    if written.failed and written.errors is not None:
         print_note(f"{written.failed:,} errors: {written.errors}")
 
 

@@ -366,10 +366,7 @@ def _open_regular(path: Path, flags: int = 0) -> BinaryIO:
 
 
 def _open(path: str) -> BinaryIO:
-    """Open an input. Stdin becomes a temporary file: it is read twice, to check it and to send it.
-
-    Raises CommandFailed.
-    """
+    """Open an input. Stdin becomes a temporary file: it is read twice, to check and to send it."""
     if path != "-":
         with failing_by(ValueError, before=f"{path}: ", status=2):
             return _open_regular(Path(path))
@@ -384,7 +381,6 @@ def _open(path: str) -> BinaryIO:
 
 
 def _temporary_file() -> BinaryIO:
-    """A new file without a name."""
     return cast("BinaryIO", tempfile.TemporaryFile(prefix="llama-gateway-batch-"))
 
 
@@ -415,7 +411,6 @@ class PromptTemplate:
 
 
 def _template(chosen: InputFlags) -> PromptTemplate:
-    """Read the template that the user names. Raises CommandFailed."""
     text, option = chosen.template, "--template"
     if (text is None) == (chosen.template_file is None):
         raise WrongUsage(

@@ -130,7 +130,6 @@ class GatewayClient:
             raise self._unanswered(error) from None
 
     def _refused(self, response: httpx.Response, body: Mapping[str, Any]) -> CommandFailed:
-        """The error for an answer with an error's status."""
         code, found = response.status_code, body.get("error")
         error = found if isinstance(found, dict) else {"message": found}
         told = f"the gateway at {self.url} answers {code}"
@@ -498,10 +497,7 @@ class AdminFlags(options.FlagGroup):
     config: Path | None = options.CONFIG
 
     def connect(self) -> AdminClient:
-        """Open the admin API by flag, environment and settings, in this order.
-
-        Raises CommandFailed.
-        """
+        """Open the admin API by flag, environment and settings, in this order."""
         url, key_file, ca = self.admin_url, self.admin_key_file, self.admin_ca
         if url is not None and urlsplit(url).scheme not in {"http", "https"}:
             raise WrongUsage(f"--admin-url {url}: must be like http://127.0.0.1:8001")
@@ -669,17 +665,12 @@ def check_same_store(admin: AdminClient, status: dict[str, Any], config: Path | 
 
 def _real(url: str | None) -> str | None:
     """Follow links in the path of a SQLite file."""
-    prefix = "sqlite:///"
-    if url is not None and url.startswith(prefix):
-        return prefix + os.path.realpath(url.removeprefix(prefix))
-    return url
+    scheme, is_file, path = (url or "").partition("sqlite:///")
+    return f"{is_file}{os.path.realpath(path)}" if is_file and not scheme else url
 
 
 def named_store(settings: Settings, unit_folder: Path = UNIT_STATE_FOLDER) -> StoreLocation:
-    """Return the store that the settings name; by default the unit's, else the user's.
-
-    Raises CommandFailed.
-    """
+    """Return the store that the settings name; by default the unit's, else the user's."""
     from gateway.app.startup import state_folder
     from gateway.config.stored import STORE_OFF
     from gateway.store.database import FILE_NAME, locate_store

@@ -52,7 +52,7 @@ CLASSES = get_args(Priority)
 
 
 def _checked_name(value: str | None) -> str | None:
-    if value is not None and (not value.strip() or value != value.strip() or len(value) > 256):
+    if value is not None and (value != value.strip() or not 1 <= len(value) <= 256):
         raise typer.BadParameter("1 to 256 characters, without white space around them")
     return value
 
@@ -163,7 +163,6 @@ class NewRightFlags(RightFlags):
 
 
 def _listed_models(repeated: list[str] | None, listed: str | None) -> list[str] | None:
-    """Return the models of both flags. Raises BadParameter."""
     names = [*(repeated or ()), *(listed.split(",") if listed is not None else ())]
     found = list(dict.fromkeys(name.strip() for name in names))
     if listed is not None and not all(found):
@@ -192,11 +191,10 @@ def _node_labels(text: str | None) -> dict[str, str] | None:
 def _placed(flags: Mapping[str, Any], paths: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
     """Return the fields of a key, or of a group, that flags have set, each where `paths` says."""
     found: dict[str, Any] = {}
-    for name, (place, *inner) in paths.items():
-        value = flags.get(name)
-        if value is not None:
-            fields = found.setdefault(place, {}) if inner else found
-            fields[inner[0] if inner else place] = value
+    for name, (*outer, last) in paths.items():
+        if flags.get(name) is not None:
+            fields = found.setdefault(outer[0], {}) if outer else found
+            fields[last] = flags[name]
     return found
 
 
@@ -284,16 +282,6 @@ _WORDS = {
 
 # A key of a file as it stands there, by the names of the settings if it is right; and its line.
 ListedKey = tuple[object, int]
-
-
-def _read_key_file(file: Path) -> list[ListedKey]:
-    listed = _table(file) if file.suffix.lower() == ".csv" else _list(file)
-    if not 0 < len(listed) <= MOST_KEYS:
-        problem = "holds no key" if not listed else f"holds {len(listed)} keys"
-        raise ConfigError(
-            [Problem(file, 0, "", problem, f"an import takes 1 to {MOST_KEYS} of them")]
-        )
-    return listed
 
 
 def _list(file: Path) -> list[ListedKey]:
@@ -509,7 +497,6 @@ def create(
         print_note("there is no store (store.url: off): put the lines into the settings")
         _show_lines(key, entry, as_json=as_json)
         return
-    _tell_warnings(made.pop("warnings", ()))
     _show_new(key, made, as_json=as_json)
 
 
@@ -630,7 +617,6 @@ def rotate(
         key = new_key(str(old["id"]))
         fields = {"sha256": key.sha256, "grace": seconds}
         rotated = ask("POST", f"{_key_path(old)}/rotate", body=fields)
-    _tell_warnings(rotated.pop("warnings", ()))
     _show_new(key, rotated, as_json=as_json)
 
 
@@ -650,7 +636,11 @@ def import_(
     The keys' holders keep the secrets that they have: lg_ID_SECRET, of whose SECRET the file has
     the SHA-256.
     """
-    listed = _read_key_file(file)
+    listed = _table(file) if file.suffix.lower() == ".csv" else _list(file)
+    if not 0 < len(listed) <= MOST_KEYS:
+        problem = f"holds {len(listed) or 'no'} key{'s' if listed else ''}"
+        remedy = f"an import takes 1 to {MOST_KEYS} of them"
+        raise ConfigError([Problem(file, 0, "", problem, remedy)])
     with stored.open() as ask:
         try:
             entries = {"keys": [fields for fields, _ in listed]}
@@ -670,7 +660,6 @@ def import_(
 
 
 def _show_lines(key: ApiKey, entry: Mapping[str, Any], *, as_json: bool) -> None:
-    """Show a new key, and its entry for the settings. Raises CommandFailed."""
     from gateway.callers.key_desk import checked_specs
     from gateway.callers.stored_keys import KeysRefused
 
@@ -827,16 +816,14 @@ def _key_row(key: Mapping[str, Any]) -> list[tuple[str, object]]:
     ]
 
 
-def _used_text(standing: object, of: str) -> str:
+def _used_text(standing: Iterable[Mapping[str, Any]] | None, of: str) -> str:
     """Write what is used of the limits of a key, or of a group, in one line; `-` for nothing."""
-    told = [one for one in standing if one["of"] == of and one["used"]] if standing else []  # type: ignore[attr-defined]
-    return (
-        ", ".join(f"{one['limit']} {one['used']:.10g} of {one['most']:.10g}" for one in told) or "-"
-    )
+    told = (one for one in standing or () if one["of"] == of and one["used"])
+    parts = (f"{one['limit']} {one['used']:.10g} of {one['most']:.10g}" for one in told)
+    return ", ".join(parts) or "-"
 
 
 def _standing_text(one: Mapping[str, Any]) -> str:
-    """Write how much of a limit is used and left."""
     text = f"{one['limit']}: {one['used']:.10g} of {one['most']:.10g}"
     if one["reserved"]:
         text += f", {one['reserved']:.10g} reserved"
@@ -846,21 +833,17 @@ def _standing_text(one: Mapping[str, Any]) -> str:
 
 def _limits_text(limits: object) -> str:
     """Write limits, or what a key says of prompt caches, in one line; `-` for nothing."""
-    if not isinstance(limits, Mapping):
-        return "-"
-    given = [
-        f"{format_cell(name)} {_value_text(value)}"
-        for name, value in limits.items()
-        if value is not None
-    ]
+    given = []
+    for name, value in limits.items() if isinstance(limits, Mapping) else ():
+        text = format_cell(value)
+        if isinstance(value, bool):
+            text = "yes" if value else "no"
+        elif isinstance(value, Mapping):  # labels of nodes
+            pairs = (f"{format_cell(label)}={format_cell(one)}" for label, one in value.items())
+            text = ",".join(pairs) or ALL_NODES
+        if value is not None:
+            given.append(f"{format_cell(name)} {text}")
     return ", ".join(given) or "-"
-
-
-def _value_text(value: object) -> str:
-    if isinstance(value, Mapping):  # labels of nodes
-        pairs = (f"{format_cell(name)}={format_cell(one)}" for name, one in value.items())
-        return ",".join(pairs) or ALL_NODES
-    return ("yes" if value else "no") if isinstance(value, bool) else format_cell(value)
 
 
 def _called(key: Mapping[str, Any]) -> str:
@@ -868,8 +851,9 @@ def _called(key: Mapping[str, Any]) -> str:
     return name if name == key_id else f"{name} (id {key_id})"
 
 
-def _show_new(key: ApiKey, shown: Mapping[str, Any], *, as_json: bool) -> None:
-    """Show a new secret, this once."""
+def _show_new(key: ApiKey, shown: dict[str, Any], *, as_json: bool) -> None:
+    """Show a new secret, this once, after what the gateway warns of."""
+    _tell_warnings(shown.pop("warnings", ()))
     text = _SHOWN_ONCE.format(key.text) + _rights_text(shown)
     print_answer({"key": key.text, **shown}, text, as_json=as_json)
 
@@ -878,7 +862,6 @@ _SHOWN_ONCE = "The key, shown only now:\n\n  {}\n\n"
 
 
 def _rights_text(shown: Mapping[str, Any]) -> str:
-    """Write a key's rights and limits in one line."""
     parts = [f"at most class {format_cell(shown.get('max_class'))}"]
     parts += [
         f"{field} {format_cell(shown[field])}" for field in ("models", "group") if shown.get(field)
@@ -915,13 +898,12 @@ def _show_entry(key: ApiKey, entry: Mapping[str, Any], *, shown: bool, as_json: 
 
 def _key(ask: Ask, name: str) -> dict[str, Any]:
     """Return one key; its name may hold anything, which a path can't. Raises CommandFailed."""
-    keys = ask("GET", "/admin/keys", {"name": name, "revoked": "1"})["keys"]
-    if not keys:
-        raise CommandFailed(
-            f"there is no key of the name or id '{name}'; 'llama-gateway keys list' shows all"
-        )
-    found: dict[str, Any] = min(keys, key=lambda key: key.get("state") == "revoked")
-    return found
+    keys: list[dict[str, Any]] = ask("GET", "/admin/keys", {"name": name, "revoked": "1"})["keys"]
+    if keys:
+        return min(keys, key=lambda key: key.get("state") == "revoked")
+    raise CommandFailed(
+        f"there is no key of the name or id '{name}'; 'llama-gateway keys list' shows all"
+    )
 
 
 def _key_path(key: Mapping[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, Literal, get_args
 from urllib.parse import quote
@@ -295,7 +295,6 @@ def _speed(node: dict[str, Any], key: str) -> object:
 
 
 def _summary(node: dict[str, Any]) -> str:
-    """Describe state, reason and running requests in one line."""
     summary = format_cell(node.get("state"))
     if node.get("reason"):
         summary += f" ({format_cell(node['reason'])})"
