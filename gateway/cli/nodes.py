@@ -117,17 +117,15 @@ def nodes(
     """
     listing = action == "list"
     names, is_empty = selection.names, not (selection.names or selection.is_filter)
+    problem = None
     if listing and names:
-        raise typer.BadParameter("list takes no node's name", param_hint="NAME")
-    if not listing and is_empty:
-        raise typer.BadParameter(
-            f"{action} needs the name of a node, --host, --label or --all-but",
-            param_hint="NAME",
-        )
-    if names and selection.is_filter:
-        raise typer.BadParameter(
-            "name the nodes, or choose them by --host, --label and --all-but", param_hint="NAME"
-        )
+        problem = "list takes no node's name"
+    elif not listing and is_empty:
+        problem = f"{action} needs the name of a node, --host, --label or --all-but"
+    elif names and selection.is_filter:
+        problem = "name the nodes, or choose them by --host, --label and --all-but"
+    if problem is not None:
+        raise typer.BadParameter(problem, param_hint="NAME")
     if action != "drain" and (wait or deadline is not None):
         raise typer.BadParameter("only a drain has it", param_hint="--wait, --deadline")
     parameters = {} if deadline is None else {"deadline": deadline}
@@ -217,14 +215,11 @@ def _confirm(models: list[str]) -> None:
 
 
 def _list(nodes: list[dict[str, Any]], *, as_json: bool) -> None:
-    if as_json:
-        terminal.print_json({"nodes": nodes})
-    elif nodes:
-        # Of a router's models those that it could load stand in `models`.
-        shown = [one for one in nodes if one.get("state") != "unloaded" or not one.get("router")]
-        terminal.print_rows(map(_row, shown), state_column=1)
-    else:
-        terminal.print_note("the gateway has no nodes")
+    # Of a router's models those that it could load stand in `models`.
+    shown = [one for one in nodes if one.get("state") != "unloaded" or not one.get("router")]
+    nothing, told = "the gateway has no nodes", {"nodes": nodes}
+    rows = map(_row, shown or nodes)
+    terminal.print_listing(told, rows, nothing, as_json=as_json, state_column=1)
 
 
 def _row(node: dict[str, Any]) -> list[tuple[str, object]]:
@@ -273,9 +268,9 @@ def _member_row(member: dict[str, Any]) -> list[tuple[str, object]]:
 
 def _dedicated(node: dict[str, Any]) -> str | None:
     """What a ready node is for, if not for chats."""
-    purpose = node.get("purpose")
     if node.get("slots_total") == 0:
         return node.get("reason")  # a router
+    purpose = node.get("purpose")
     return f"for {purpose}" if purpose in {"embeddings", "rerank"} else None
 
 
@@ -295,12 +290,9 @@ def _speed(node: dict[str, Any], key: str) -> object:
 
 
 def _summary(node: dict[str, Any]) -> str:
-    summary = format_cell(node.get("state"))
-    if node.get("reason"):
-        summary += f" ({format_cell(node['reason'])})"
-    if running := node.get("in_flight"):
-        summary += f", {format_cell(running)} running"
-    return summary
+    state, reason, running = (format_cell(node.get(x)) for x in ("state", "reason", "in_flight"))
+    told = state + (f" ({reason})" if node.get("reason") else "")
+    return told + (f", {running} running" if node.get("in_flight") else "")
 
 
 def _wait(admin: AdminClient, node: dict[str, Any], timeout: float) -> dict[str, Any]:
@@ -310,13 +302,9 @@ def _wait(admin: AdminClient, node: dict[str, Any], timeout: float) -> dict[str,
     """
     from rich.status import Status
 
-    from gateway.cli.terminal import console
-
-    name = str(node.get("name"))
-    end = time.monotonic() + timeout
-    failed = 0
-    interval = FIRST_POLL_INTERVAL
-    shown = console(sys.stderr)
+    name, end = str(node.get("name")), time.monotonic() + timeout
+    failed, interval = 0, FIRST_POLL_INTERVAL
+    shown = terminal.console(sys.stderr)
     with Status(f"{format_cell(name)}: {_summary(node)}", console=shown) as status:
         if not shown.is_terminal:
             status.stop()
@@ -424,14 +412,11 @@ def models(
 
 
 def _list_models(found: dict[str, Any], *, as_json: bool) -> None:
-    if as_json:
-        terminal.print_json(found)
+    shown = objects(found, "models")
+    nothing = "no node has said yet what it serves"
+    terminal.print_listing(found, map(_model_row, shown), nothing, as_json=as_json)
+    if as_json or not shown:
         return
-    shown = [one for one in found.get("models", ()) if isinstance(one, dict)]
-    if not shown:
-        terminal.print_note("no node has said yet what it serves")
-        return
-    terminal.print_rows(map(_model_row, shown))
     placements = found.get("placements", ())
     held = [one for one in placements if one["state"] != "unloaded" or one["load_failures"]]
     if held:
@@ -458,13 +443,12 @@ def _model_row(model: dict[str, Any]) -> list[tuple[str, object]]:
 
 
 def _state_of(model: dict[str, Any]) -> str:
+    states = {state for state, count in model["nodes"].items() if count}
     if model["paused"]:
         return "paused"
-    nodes = model["nodes"]
-    if any(nodes.get(state) for state in ("ready", "degraded", "mute", "sleeping")):
+    if states & {"ready", "degraded", "mute", "sleeping"}:
         return "served"
-    on_demand = any(nodes.get(state) for state in ("unloaded", "unloading", "loading"))
-    return "on demand" if on_demand else "no node"
+    return "on demand" if states & {"unloaded", "unloading", "loading"} else "no node"
 
 
 def _placement_row(one: dict[str, Any]) -> list[tuple[str, object]]:

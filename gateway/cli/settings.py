@@ -100,9 +100,8 @@ def diff(
     from gateway.config.versions import difference
 
     known = _histories(_options(nodes, config))
-    if version is None:
-        pairs = [(one, one.versions()[-1]) for one in known if one.versions()]
-    else:
+    pairs = [(one, one.versions()[-1]) for one in known if version is None and one.versions()]
+    if version is not None:
         pairs = [_find(known, version)]
     told = []
     for of, before in pairs:

@@ -581,11 +581,11 @@ def fetch_model(
         return found
     folder = downloads_folder(cache) / cache_key(urls[0])
     targets = [folder / file_name(url) for url in urls]
-    if not _complete(wish, targets):
-        with _only_process(folder, targets, hooks.note):
-            if not _complete(wish, targets):
-                with open_client() as client:
-                    _download_all(client, wish, urls, targets, hooks, check_fits)
+    if _complete(wish, targets):
+        return targets[0]
+    with _only_process(folder, targets, hooks.note), open_client() as client:
+        if not _complete(wish, targets):
+            _download_all(client, wish, urls, targets, hooks, check_fits)
     return targets[0]
 
 

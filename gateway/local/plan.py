@@ -386,7 +386,12 @@ class ModelFolder:
     def refresh(self) -> dict[str, list[str]] | None:
         """Read the folder, write the preset, and return what has changed. Raises OSError."""
         files = list(islice(_gguf_files(self.folder), MOST_FILES))
-        marks = {path: _mark(path) for path in files}
+        marks = dict[Path, object].fromkeys(files)
+        for path in files:
+            with suppress(OSError):
+                found = path.stat()
+                # Not when it was written: a copy keeps that of its original.
+                marks[path] = found.st_size, found.st_ino, found.st_ctime_ns
         if marks == self._marks:
             return None
         before, told = self.models, self.passed_over
@@ -406,7 +411,9 @@ class ModelFolder:
         models: dict[str, FolderModel] = {}
         passed_over: dict[str, str] = {}
         projectors = [path for path in marks if PROJECTOR in path.name]
-        whole = {_without_part(path): path for path in reversed(marks) if path not in projectors}
+        # One path for all parts of a split model.
+        others = (path for path in reversed(marks) if path not in projectors)
+        whole = {(path.parent, PART_NAME.sub(r"\1-of-\2", path.name)): path for path in others}
         for path in (*sorted(whole.values()), *projectors):
             found = _read_model(path, tuple(marks.get(part) for part in model_parts(path)))
             served = found if isinstance(found, str) else self._served(found, models)
@@ -474,20 +481,6 @@ def _listed(folder: Path) -> list[Path]:
 def _is_gguf(path: Path) -> bool:
     # A link to nothing is told of; what is no file, such as a pipe, may never end.
     return path.suffix == ".gguf" and (os.path.isfile(path) or not os.path.exists(path))  # noqa: PTH110, PTH113
-
-
-def _mark(path: Path) -> object:
-    with suppress(OSError):
-        found = path.stat()
-        # Not when it was written: a copy keeps that of its original.
-        return found.st_size, found.st_ino, found.st_ctime_ns
-    return None
-
-
-def _without_part(path: Path) -> Path:
-    """Return one path for all parts of a split model."""
-    match = PART_NAME.match(path.name)
-    return path.with_name(f"{match['stem']}-of-{match['parts']}") if match else path
 
 
 @lru_cache(MOST_FILES)
