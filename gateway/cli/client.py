@@ -80,9 +80,8 @@ class GatewayClient:
         import httpx  # commands that ask no gateway start without it
 
         self.url = url
-        if tls is None and url.startswith("http:"):
-            # Trusts nobody, as nobody is asked: to read the machine's authorities takes 30 ms.
-            tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        # Without TLS it trusts nobody, as nobody is asked: to read the authorities takes 30 ms.
+        verify = tls or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         try:
             self._client = httpx.Client(
                 base_url=url,
@@ -90,7 +89,7 @@ class GatewayClient:
                 timeout=timeout,
                 # With an explicit transport httpx takes no proxy from the environment: the gateway
                 # is on loopback or in a private network, and the key is for nobody else.
-                transport=httpx.HTTPTransport() if tls is None else httpx.HTTPTransport(verify=tls),
+                transport=httpx.HTTPTransport(verify=verify),
             )
         except httpx.InvalidURL as error:
             raise WrongUsage(
@@ -307,13 +306,11 @@ class BatchClient(GatewayClient):
 
     def batches(self, most: int) -> list[dict[str, Any]]:
         """Return the newest batches, at most so many."""
-        found: list[dict[str, Any]] = []
-        parameters: dict[str, str] = {}
+        found, parameters = list[dict[str, Any]](), dict[str, str]()
         while len(found) < most:
             parameters["limit"] = str(min(PAGE, most - len(found)))
             page = self.request("GET", "/v1/batches", parameters)
-            listed = objects(page, "data")
-            found += listed
+            found += (listed := objects(page, "data"))
             if not page.get("has_more") or not listed:
                 break
             parameters["after"] = str(listed[-1].get("id"))
@@ -508,15 +505,14 @@ class AdminFlags(options.FlagGroup):
         admin = _settings(self.config, needed) if needed else None
         own = None
         if url is None:
-            own = admin.tls.cert if admin is not None and admin.tls is not None else None
+            own = admin.tls.cert if admin and admin.tls else None
             host = host or (admin.host if admin else "127.0.0.1")
             host = _EVERY_ADDRESS.get(host, host)
             place = f"[{host}]" if ":" in host else host
             scheme = "http" if own is None else "https"
             url = f"{scheme}://{place}:{port or (admin.port if admin else 8001)}"
-        if key_file is None and admin is not None:
-            key_file = admin.key_file
-        if ca is None and (named := os.environ.get("LLAMA_GATEWAY_ADMIN_CA")):
+        key_file = key_file or (admin.key_file if admin else None)
+        if ca is None and (named := env("LLAMA_GATEWAY_ADMIN_CA")):
             ca = Path(named)
         is_secure = urlsplit(url).scheme == "https"
         tls = tls_context(ca, own, "--admin-ca") if is_secure else None

@@ -175,9 +175,7 @@ def _node_labels(text: str | None) -> dict[str, str] | None:
     if text is None:
         return None
     labels: dict[str, str] = {}
-    if text.strip() == ALL_NODES:
-        return labels
-    for part in text.split(","):
+    for part in text.split(",") if text.strip() != ALL_NODES else ():
         name, is_pair, value = (word.strip() for word in part.partition("="))
         if not (name and is_pair and value) or name in labels:
             raise typer.BadParameter(
@@ -240,17 +238,15 @@ def _after(
     before: Mapping[str, Any], wanted: Mapping[str, Any], removed: set[tuple[str, ...]]
 ) -> dict[str, Any]:
     """Return what a key or a group is to have in each place that changes; None: nothing."""
-    found: dict[str, Any] = {}
-    for place in (*wanted, *(path[0] for path in removed)):
-        found[place] = wanted.get(place)
-        if place in _GROUPS:
-            whole = {**(before.get(place) or {}), **(wanted.get(place) or {})}
-            # Limits of end users that are none would hide the group's: then there is no mapping.
-            found[place] = {
-                name: value
-                for name, value in whole.items()
-                if value is not None and not removed & {(place,), (place, name)}
-            } or None
+    found = dict[str, Any].fromkeys(path[0] for path in removed) | wanted
+    for place in found.keys() & set(_GROUPS):
+        whole = {**(before.get(place) or {}), **(wanted.get(place) or {})}
+        # Limits of end users that are none would hide the group's: then there is no mapping.
+        found[place] = {
+            name: value
+            for name, value in whole.items()
+            if value is not None and not removed & {(place,), (place, name)}
+        } or None
     return found
 
 
@@ -309,8 +305,7 @@ def _table(file: Path) -> list[ListedKey]:
 
     text = read_text(file, LARGEST_TABLE)
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-    listed: list[ListedKey] = []
-    problems: list[Problem] = []
+    listed, problems = list[ListedKey](), list[Problem]()
     try:
         reader.fieldnames = columns = [name.strip().lower() for name in reader.fieldnames or ()]
         known = {"id", "sha256"} <= set(columns) <= _COLUMNS.keys()
@@ -337,11 +332,10 @@ def _value(name: str, cell: str) -> object:
     """Return what a cell says; what is no number or list stays a text, and None is nothing."""
     if name in _COUNTS and cell.removeprefix("-").isdecimal() and len(cell) < 20:
         return int(cell)
-    if name == "trust_user_headers":
-        return _WORDS.get(cell.lower(), cell or None)
     if name == "models" and cell:
         return [part.strip() for part in cell.replace(";", ",").split(",")]
-    return cell or None
+    known = _WORDS if name == "trust_user_headers" else {}
+    return known.get(cell.lower(), cell or None)
 
 
 app = CommandGroup(
@@ -824,11 +818,10 @@ def _used_text(standing: Iterable[Mapping[str, Any]] | None, of: str) -> str:
 
 
 def _standing_text(one: Mapping[str, Any]) -> str:
-    text = f"{one['limit']}: {one['used']:.10g} of {one['most']:.10g}"
-    if one["reserved"]:
-        text += f", {one['reserved']:.10g} reserved"
-    text += f", {one['remaining']:.10g} left"
-    return text if one["resets_at"] is None else f"{text}, until {one['resets_at']}"
+    reserved = f", {one['reserved']:.10g} reserved" if one["reserved"] else ""
+    until = "" if one["resets_at"] is None else f", until {one['resets_at']}"
+    used = f"{one['used']:.10g} of {one['most']:.10g}{reserved}"
+    return f"{one['limit']}: {used}, {one['remaining']:.10g} left{until}"
 
 
 def _limits_text(limits: object) -> str:
@@ -862,17 +855,16 @@ _SHOWN_ONCE = "The key, shown only now:\n\n  {}\n\n"
 
 
 def _rights_text(shown: Mapping[str, Any]) -> str:
-    parts = [f"at most class {format_cell(shown.get('max_class'))}"]
-    parts += [
-        f"{field} {format_cell(shown[field])}" for field in ("models", "group") if shown.get(field)
-    ]
-    for place, before in (("limits", ""), ("user_limits", "each end user "), ("cache", "cache: ")):
-        if (text := _limits_text(shown.get(place))) != "-":
-            parts.append(f"{before}{text}")
-    if shown.get("expires"):
-        parts.append(f"until {format_cell(shown['expires'])}")
-    if shown.get("previous_until"):
-        parts.append(f"the old secret works until {format_cell(shown['previous_until'])}")
+    told = {
+        "at most class ": format_cell(shown.get("max_class")),
+        **{f"{field} ": format_cell(shown.get(field)) for field in ("models", "group")},
+        "": _limits_text(shown.get("limits")),
+        "each end user ": _limits_text(shown.get("user_limits")),
+        "cache: ": _limits_text(shown.get("cache")),
+        "until ": format_cell(shown.get("expires")),
+        "the old secret works until ": format_cell(shown.get("previous_until")),
+    }
+    parts = (name + text for name, text in told.items() if text != "-")
     return f"{_called(shown)}: {'; '.join(parts)}"
 
 

@@ -265,9 +265,8 @@ def fit(
         repacked=repacked_types({INSTRUCTION_SETS[machine.instructions].layout_flag}),
     )
     try:
-        found = compute(
-            file, gguf.model_shape(gguf.read_headers(gguf.model_parts(model))), settings, machine
-        )
+        heads = [gguf.file_header(part) for part in gguf.model_parts(model)]
+        found = compute(file, gguf.model_shape(heads), settings, machine)
     except UnknownShapeError as error:
         raise CommandFailed(
             f"{file.path}: {error}. By the rule of thumb ({MEMORY_FACTOR} x file) a server takes "

@@ -105,11 +105,8 @@ def check(
         warnings.append(
             f"policy: {policy} means least_finish now, and the next release refuses it; remove it"
         )
-    checks: list[NodeCheck] = []
-    differing: list[str] = []
-    if probe:
-        checks = asyncio.run(check_nodes(found.inventory, found.settings))
-        differing = differences(checks)
+    checks = asyncio.run(check_nodes(found.inventory, found.settings)) if probe else []
+    differing = differences(checks)
     if as_json:
         result: dict[str, Any] = {"valid": True, "problems": [], "warnings": warnings}
         if probe:
@@ -139,10 +136,8 @@ def _report(
 ) -> None:
     count = len(inventory.nodes)
     print(f"{nodes}: valid, {count} {'node' if count == 1 else 'nodes'}")
-    if settings is None:
-        print(f"{options.DEFAULT_CONFIG}: not there, every setting has its default")
-    else:
-        print(f"{settings}: valid")
+    missing = f"{options.DEFAULT_CONFIG}: not there, every setting has its default"
+    print(missing if settings is None else f"{settings}: valid")
     terminal.print_note(*(f"warning: {one}" for one in warnings))
     if checks:
         print()

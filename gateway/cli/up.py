@@ -212,8 +212,9 @@ def up(
     common: dict[str, Any] = {"slots": slots, "context": context}
     common |= {"force_memory": force_memory, "embedding": embedding}
     more: dict[str, Any] = {"servers": servers, "server_bin": server_bin, "mlock": mlock}
+    temporary = tempfile.TemporaryDirectory(prefix="llama-gateway-")
     try:
-        with tempfile.TemporaryDirectory(prefix="llama-gateway-") as name:
+        with failing_by(LocalFleetError), temporary as name:
             folder = Path(name)
             if models_dir is None:
                 find_server(server_bin)  # a missing program is told before a download
@@ -234,8 +235,6 @@ def up(
                 if plan.folder is not None:
                     given = replace(given, read_memory=plan.folder.memory)
                 status = run_event_loop(_serve(plan, given, server_port))
-    except LocalFleetError as error:
-        raise CommandFailed(str(error)) from None
     except StartError as error:
         raise CommandFailed(str(error), error.status) from None
     except KeyboardInterrupt:

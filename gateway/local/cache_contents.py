@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from gateway.local.cache import downloads_folder, file_lock, logs_folder, models_folder, unused_file
+from gateway.local.cache import DEMO_MODELS, DOWNLOADS, LOGS, file_lock, unused_file
 from gateway.local.download import read_record
 from gateway.local.gguf import model_parts
 
@@ -112,7 +112,7 @@ def open_files(folder: Path, sysroot: Path = ROOT) -> dict[Path, set[int]]:
 
 
 def _downloads(cache: Path) -> Iterator[CacheEntry]:
-    for folder in _children(downloads_folder(cache)):
+    for folder in _children(cache / DOWNLOADS):
         if folder.is_symlink() or not folder.is_dir() or not DOWNLOAD_FOLDER.fullmatch(folder.name):
             continue
         whole = sorted(path for path in _children(folder) if path.suffix == ".gguf")
@@ -138,10 +138,10 @@ def _downloads(cache: Path) -> Iterator[CacheEntry]:
 
 
 def _generated(cache: Path) -> Iterator[CacheEntry]:
-    for path in _children(models_folder(cache)):
+    for path in _children(cache / DEMO_MODELS):
         if DEMO_MODEL.fullmatch(path.name) and path.is_file():
             yield CacheEntry(path.name, "demo", (path,), path.stat().st_size, _last_used(path))
-    logs = [path for path in _children(logs_folder(cache)) if ".log" in path.suffixes]
+    logs = [path for path in _children(cache / LOGS) if ".log" in path.suffixes]
     measured = [path for name in MEASUREMENT_FILES if (path := cache / name).is_file()]
     kinds: tuple[tuple[Kind, list[Path]], ...] = (("logs", logs), ("measurements", measured))
     for kind, paths in kinds:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from gateway.local import LocalFleetError
-from gateway.local.cache import ensure_file, models_folder
+from gateway.local.cache import DEMO_MODELS, ensure_file
 from gateway.system import install_command
 
 DemoSize = Literal["small", "medium"]
@@ -71,7 +71,7 @@ def ensure_demo_model(cache: Path, size: DemoSize = "small") -> Path:
     Several processes may call it at once: one writes, the others wait. Raises LocalFleetError
     without the `local` extra, and OSError when the folder can't be written.
     """
-    path = models_folder(cache) / f"demo-{size}-v{FILE_VERSION}.gguf"
+    path = cache / DEMO_MODELS / f"demo-{size}-v{FILE_VERSION}.gguf"
     return ensure_file(
         path, lambda part: write_model(part, DEMO_SHAPES[size]), timeout=LOCK_TIMEOUT
     )
@@ -227,10 +227,10 @@ class Token:
 def vocabulary() -> list[Token]:
     """Return all tokens in the order of their ids."""
     tokens = [Token("<unk>", 0.0, TokenType.UNKNOWN)]
-    for text in ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|use_tool|>"):
-        tokens.append(Token(text, 0.0, TokenType.CONTROL))
-    for text in ("<tool_call>", "</tool_call>"):
-        tokens.append(Token(text, 0.0, TokenType.USER_DEFINED))
+    controls = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|use_tool|>")
+    tokens += [Token(text, 0.0, TokenType.CONTROL) for text in controls]
+    marks = ("<tool_call>", "</tool_call>")
+    tokens += [Token(text, 0.0, TokenType.USER_DEFINED) for text in marks]
     tokens += [Token(f"<0x{byte:02X}>", 0.0, TokenType.BYTE) for byte in range(256)]
     words = {SPACE_MARK + word for word in WORDS}
     singles = {chr(code) for code in range(0x21, 0x7F)} | {SPACE_MARK, *"".join(words)}

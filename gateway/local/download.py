@@ -31,7 +31,7 @@ import msgspec
 from gateway import __version__
 from gateway.config.errors import single_line
 from gateway.local import LocalFleetError, ModelFileError
-from gateway.local.cache import downloads_folder, file_lock
+from gateway.local.cache import DOWNLOADS, file_lock
 from gateway.local.gguf import ModelFile, least_size, part_names
 from gateway.local.memory import MIB, format_gib
 from gateway.system import replace_file
@@ -579,7 +579,7 @@ def fetch_model(
     urls = part_urls(wish.url)
     if found := _with_digest(wish, cache):
         return found
-    folder = downloads_folder(cache) / cache_key(urls[0])
+    folder = cache / DOWNLOADS / cache_key(urls[0])
     targets = [folder / file_name(url) for url in urls]
     if _complete(wish, targets):
         return targets[0]
@@ -650,7 +650,7 @@ def _with_digest(wish: ModelWish, cache: Path) -> Path | None:
     """Return a downloaded file with the digest that was asked, from whatever address."""
     if len(wish.sha256) != 1:
         return None
-    for record in sorted(downloads_folder(cache).glob("*/*.gguf.source.json")):
+    for record in sorted((cache / DOWNLOADS).glob("*/*.gguf.source.json")):
         target = record.with_name(record.name.removesuffix(".source.json"))
         found = read_record(target)
         if found is not None and found.sha256 == wish.sha256[0] and target.is_file():

@@ -124,7 +124,7 @@ class EnergyMeter:
                     self._last_uj[index] = now_uj
             except EnergyUnavailableError as error:
                 self.failure = str(error)
-        return None if self.failure is not None else self.counted
+        return self.counted if self.failure is None else None
 
     @property
     def counted(self) -> float:

@@ -344,9 +344,8 @@ def model_shape(headers: Sequence[Header]) -> ModelShape:
     layers = tuple(_layers(keys, blocks))
     widths = ("feed_forward_length", "expert_feed_forward_length")
     shapes = (one.shape for one in tensors if one.name == "token_embd.weight")
-    vocabulary = next((shape[1] for shape in shapes if len(shape) == 2), None)
-    if vocabulary is None:
-        vocabulary = keys.optional("vocab_size") or 0
+    told = keys.optional("vocab_size") or 0
+    vocabulary = next((shape[1] for shape in shapes if len(shape) == 2), told)
     return ModelShape(
         architecture=keys.architecture,
         width=keys.required("embedding_length"),
@@ -506,7 +505,7 @@ def read_model(path: Path, name: str | None = None) -> ModelFile:
     except OSError as error:
         of = f" (of {len(parts)} files)" if len(parts) > 1 else ""
         raise ModelFileError(f"{error.filename}: {_why(error)}{of}") from error
-    heads = read_headers(parts)
+    heads = [file_header(part) for part in parts]
     for part, size, head in zip(parts, sizes, heads, strict=True):
         if size < head.least_size:
             raise ModelFileError(
@@ -535,16 +534,11 @@ def least_size(path: Path) -> int | None:
     Raises ModelFileError for a file that is no model, however much of it is missing.
     """
     try:
-        return _header(path).least_size
+        return file_header(path).least_size
     except ModelFileError as error:
         if isinstance(error.__cause__, EndsEarlyError):
             return None
         raise
-
-
-def read_headers(parts: list[Path]) -> list[Header]:
-    """Read the header of each file of a model. Raises ModelFileError."""
-    return [_header(part) for part in parts]
 
 
 def part_names(name: str) -> list[str]:
@@ -561,7 +555,8 @@ def model_parts(path: Path) -> list[Path]:
     return [path.with_name(name) for name in part_names(path.name)] or [path]
 
 
-def _header(path: Path) -> Header:
+def file_header(path: Path) -> Header:
+    """Read the header of a file of a model. Raises ModelFileError."""
     try:
         with path.open("rb") as file:
             return read_header(file)

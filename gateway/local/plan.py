@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple, TypedDict, Unpack
 
 from gateway.local import LocalFleetError, MemoryShortError, ModelFileError, memory
-from gateway.local.cache import cache_folder, logs_folder
+from gateway.local.cache import LOGS, cache_folder
 from gateway.local.demo_model import DEMO_MODEL_NAME, ensure_demo_model
 from gateway.local.embedded import batch_sizes, packaged_openmp, system_has_openmp
 from gateway.local.gguf import PART_NAME, ModelFile, model_parts, read_model
@@ -96,7 +96,7 @@ def plan_local_fleet(
     if specs[0].mlock:
         for one in models:
             memory.check_memlock(one, read_memlock_limit())
-    return LocalFleetPlan(tuple(models), not model, specs, binary, logs_folder(cache))
+    return LocalFleetPlan(tuple(models), not model, specs, binary, cache / LOGS)
 
 
 def plan_folder_fleet(
@@ -146,7 +146,7 @@ def plan_folder_fleet(
     if specs[0].mlock:
         for model in folder.models.values():
             memory.check_memlock(model.file, memory.memlock_limit())
-    return LocalFleetPlan((), False, specs, binary, logs_folder(cache_folder()), folder)
+    return LocalFleetPlan((), False, specs, binary, cache_folder() / LOGS, folder)
 
 
 # Where `make llama-server` of a checkout puts it (setup/llama_server.py).

@@ -29,7 +29,7 @@ import yaml
 from structlog.testing import capture_logs
 
 from gateway.cli.progress import StartupProgress
-from gateway.local.cache import downloads_folder
+from gateway.local.cache import DOWNLOADS
 from gateway.local.memory import file_memory
 from gateway.local.server import ServerEvent, server_environment
 from tests.cli.running import refusal, run_on_terminal, run_process
@@ -451,7 +451,7 @@ def with_token(
 
 
 def parts(environment: dict[str, str]) -> list[Path]:
-    return list(downloads_folder(Path(environment["LLAMA_GATEWAY_CACHE"])).glob("*/*.part"))
+    return list(Path(environment["LLAMA_GATEWAY_CACHE"], DOWNLOADS).glob("*/*.part"))
 
 
 @pytest.mark.real
