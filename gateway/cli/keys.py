@@ -238,7 +238,7 @@ def _after(
     before: Mapping[str, Any], wanted: Mapping[str, Any], removed: set[tuple[str, ...]]
 ) -> dict[str, Any]:
     """Return what a key or a group is to have in each place that changes; None: nothing."""
-    found = dict[str, Any].fromkeys(path[0] for path in removed) | wanted
+    found: dict[str, Any] = {**dict.fromkeys(path[0] for path in removed), **wanted}
     for place in found.keys() & set(_GROUPS):
         whole = {**(before.get(place) or {}), **(wanted.get(place) or {})}
         # Limits of end users that are none would hide the group's: then there is no mapping.
@@ -420,9 +420,17 @@ def hash_(
     """
     if read and key_id is not None:
         raise typer.BadParameter("a key that is read has an id already", param_hint="--id")
-    from gateway.callers.keys import new_key
+    from gateway.callers.keys import hash_key, new_key
 
-    key = _read_key() if read else new_key(key_id)
+    text = None
+    if read and sys.stdin.isatty():
+        text = typer.prompt("Key", hide_input=True, err=True)
+    elif read:
+        text = sys.stdin.read(_LONGEST_INPUT)
+    with failing_by(ValueError, before="this is no key of the gateway: ", status=2):
+        key = new_key(key_id) if text is None else hash_key(text.strip())
+    if not _ID.fullmatch(key.id):
+        raise WrongUsage("the key's id may hold letters, digits and '-' only")
     entry = {"id": key.id, "sha256": key.sha256}
     _show_entry(key, entry, shown=not read, as_json=as_json)
 
@@ -660,20 +668,6 @@ def _show_lines(key: ApiKey, entry: Mapping[str, Any], *, as_json: bool) -> None
     with failing_by(KeysRefused, status=2):
         checked_specs([entry], (), (), time.time())
     _show_entry(key, entry, shown=True, as_json=as_json)
-
-
-def _read_key() -> ApiKey:
-    from gateway.callers.keys import hash_key
-
-    if sys.stdin.isatty():
-        text = typer.prompt("Key", hide_input=True, err=True)
-    else:
-        text = sys.stdin.read(_LONGEST_INPUT)
-    with failing_by(ValueError, before="this is no key of the gateway: ", status=2):
-        key = hash_key(text.strip())
-    if not _ID.fullmatch(key.id):
-        raise WrongUsage("the key's id may hold letters, digits and '-' only")
-    return key
 
 
 # `llama-gateway groups`: what the keys of each may use together.

@@ -85,8 +85,10 @@ def read_edges(word: str | None) -> int | Literal["auto"] | None:
     """Return what `--edges` says. Raises CommandFailed."""
     from gateway.config.listeners import MOST_EDGES
 
-    if word is None or word == "auto":
-        return word
+    if word is None:
+        return None
+    if word == "auto":
+        return "auto"
     if not word.isdecimal() or int(word) > MOST_EDGES:
         raise WrongUsage(f"--edges {word}: must be a number up to {MOST_EDGES}, or auto")
     return int(word)

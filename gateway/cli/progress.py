@@ -102,21 +102,17 @@ class DownloadProgress(StatusProgress):
             return
         self._redraw_at = now + REDRAW_SECONDS
         began, before = self._began
-        told = describe_download(done, total, done - before, now - began)
-        self.show(f"  {told}", f"from {before}", done, total or 0)
-
-
-def describe_download(done: int, total: int | None, gained: int, seconds: float) -> str:
-    """Say how far a download is, how fast, and when it ends."""
-    speed = gained / seconds if seconds > 0 else 0.0
-    shown = format_gib(done)
-    if total:
-        shown += f" of {format_gib(total)} ({done / total:.0%})"
-    shown += f", {speed / (1 << 20):.1f} MiB/s"
-    if total and speed > 0:
-        left = (total - done) / speed
-        shown += f", about {left / 60:.0f} min left" if left >= 90 else f", about {left:.0f} s left"
-    return shown
+        speed = (done - before) / (now - began) if now > began else 0.0
+        told = f"  {format_gib(done)}"
+        if total:
+            told += f" of {format_gib(total)} ({done / total:.0%})"
+        told += f", {speed / (1 << 20):.1f} MiB/s"
+        if total and speed > 0:
+            left = (total - done) / speed
+            told += (
+                f", about {left:.0f} s left" if left < 90 else f", about {left / 60:.0f} min left"
+            )
+        self.show(told, f"from {before}", done, total or 0)
 
 
 class StartupProgress(Progress):

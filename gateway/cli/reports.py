@@ -142,9 +142,7 @@ def _show(report: dict[str, Any]) -> None:
     print_note(*report["notes"])
     money = report["money"]
     if money["node_hours_cost"] or total["cost"]:
-        print()
-        for line in _money_lines(money):
-            print(line)
+        _print_money(money)
 
 
 def _number(value: float | None) -> str | None:
@@ -156,13 +154,13 @@ def _number(value: float | None) -> str | None:
     return f"{value:.2f}" if value >= 1 else f"{value:.6f}".rstrip("0").rstrip(".")
 
 
-def _money_lines(money: dict[str, Any]) -> list[str]:
-    lines = [f"requests were charged {_number(money['cost'])}"]
+def _print_money(money: dict[str, Any]) -> None:
+    print(f"\nrequests were charged {_number(money['cost'])}")
     for tier, told in money["tiers"].items():
         parts = f"{_number(told['requests'])} requests, charged {_number(told['cost'])}"
         if cost := told["node_hours_cost"]:
             parts += f"; {_number(told['node_hours'])} node hours cost {_number(cost)}"
-        lines.append(f"  {tier}: {parts}")
+        print(f"  {tier}: {parts}")
     for name, title in (
         ("idle", "idle time of machines paid by the hour"),
         ("all_gpu", "the same requests, all on the GPU tier"),
@@ -171,8 +169,7 @@ def _money_lines(money: dict[str, Any]) -> list[str]:
     ):
         amount = money[name]
         value, reason = _number(amount["value"]), amount.get("reason")
-        lines.append(f"{title}: {value if reason is None else f'unknown ({reason})'}")
-    return lines
+        print(f"{title}: {value if reason is None else f'unknown ({reason})'}")
 
 
 MOST_SHOWN = 100_000

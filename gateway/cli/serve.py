@@ -165,14 +165,9 @@ class NodeCheck:
     """What its server runs on its host for whoever asks (`--tools`, `--agent`)."""
 
     @property
-    def up(self) -> bool:
-        """Whether the node can take requests."""
-        return self.answer == "up"
-
-    @property
     def fails(self) -> bool:
         """Whether the node can't take requests, though the inventory lets it work."""
-        return self.spec.enabled and not self.spec.standby and not self.up
+        return self.spec.enabled and not self.spec.standby and self.answer != "up"
 
     def table_row(self) -> list[tuple[str, object]]:
         """Return the row of the table; its remarks have the tools, as a danger."""
@@ -223,7 +218,7 @@ def differences(checks: Iterable[NodeCheck]) -> list[str]:
     purposes: dict[str, dict[str, list[str]]] = {}
     for one in checks:
         spec, properties = one.spec, one.properties
-        if one.up and spec.kind == "llama.cpp":
+        if one.answer == "up" and spec.kind == "llama.cpp":
             models = properties.names if spec.models is None else tuple(spec.models)
             context = properties.context if spec.context is None else spec.context
             servers.append(ComparedServer(spec.name, models, context, properties))

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-# Folders in the cache folder: of demo models, of downloads (one for each address), of servers' logs.
+# In the cache folder: demo models, downloads (a folder for each address), the servers' logs.
 DEMO_MODELS, DOWNLOADS, LOGS = "models", "downloads", "logs"
 LOCK_POLL_INTERVAL = 0.05  # seconds between two tries at a lock file
 SHARE_TIMEOUT = 5.0  # seconds; `cache list` and `cache remove` hold a file for a moment

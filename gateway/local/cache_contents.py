@@ -105,7 +105,14 @@ def open_files(folder: Path, sysroot: Path = ROOT) -> dict[Path, set[int]]:
     for process in _children(sysroot / "proc"):
         if not process.name.isdecimal() or process.name == own:
             continue
-        for name in {*_descriptors(process), *_mappings(process)}:
+        names = set[str]()
+        for link in _children(process / "fd"):
+            with suppress(OSError):
+                names.add(str(link.readlink()))
+        with suppress(OSError), (process / "maps").open(errors="replace") as lines:
+            for line in lines:  # address, flags, offset, device, inode, path
+                names.update(line.rstrip("\n").split(maxsplit=5)[5:])
+        for name in names:
             if name.startswith(below):
                 found.setdefault(Path(name), set()).add(int(process.name))
     return found
@@ -162,18 +169,3 @@ def _children(folder: Path) -> list[Path]:
         return sorted(folder.iterdir())
     except OSError:
         return []
-
-
-def _descriptors(process: Path) -> Iterator[str]:
-    for link in _children(process / "fd"):
-        with suppress(OSError):
-            yield str(link.readlink())
-
-
-def _mappings(process: Path) -> Iterator[str]:
-    """Yield the files that a process has mapped: `address flags offset device inode path`."""
-    with suppress(OSError), (process / "maps").open(errors="replace") as lines:
-        for line in lines:
-            fields = line.rstrip("\n").split(maxsplit=5)
-            if len(fields) == 6 and fields[5].startswith("/"):
-                yield fields[5]

@@ -126,7 +126,7 @@ def plan_folder_fleet(
         for spec in specs
     )
     folder = ModelFolder(
-        path,
+        path.absolute(),
         preset,
         server_settings(specs[0]),
         min(spec.memory or 0 for spec in specs),
@@ -370,9 +370,6 @@ class ModelFolder:
     _marks: dict[Path, object] = field(default_factory=dict)
     """By which a file that has changed is known."""
 
-    def __post_init__(self) -> None:
-        self.folder = self.folder.absolute()
-
     def memory(self, path: Path, _slots: int, _context: int) -> int:
         """Return what the model of a file takes, with its projector and its prompts.
 
@@ -395,7 +392,18 @@ class ModelFolder:
         if marks == self._marks:
             return None
         before, told = self.models, self.passed_over
-        models, passed_over = self._contents(marks)
+        models, passed_over = dict[str, FolderModel](), dict[str, str]()
+        projectors = [path for path in marks if PROJECTOR in path.name]
+        # One path for all parts of a split model.
+        others = (path for path in reversed(marks) if path not in projectors)
+        whole = {(path.parent, PART_NAME.sub(r"\1-of-\2", path.name)): path for path in others}
+        for path in (*sorted(whole.values()), *projectors):
+            read = _read_model(path, tuple(marks.get(part) for part in model_parts(path)))
+            served = read if isinstance(read, str) else self._served(read, models)
+            if isinstance(served, str):
+                passed_over[str(path.relative_to(self.folder))] = served
+            else:
+                models[served.file.name] = served
         draft = self.preset.with_suffix(".draft")
         draft.write_text("\n".join(self._section(*one) for one in models.items()), "utf-8")
         draft.replace(self.preset)  # whole, since a router may read it at any time
@@ -406,22 +414,6 @@ class ModelFolder:
             "removed": sorted(before.keys() - models.keys()),
             "not_served": sorted(f"{name}: {why}" for name, why in news),
         }
-
-    def _contents(self, marks: dict[Path, object]) -> tuple[dict[str, FolderModel], dict[str, str]]:
-        models: dict[str, FolderModel] = {}
-        passed_over: dict[str, str] = {}
-        projectors = [path for path in marks if PROJECTOR in path.name]
-        # One path for all parts of a split model.
-        others = (path for path in reversed(marks) if path not in projectors)
-        whole = {(path.parent, PART_NAME.sub(r"\1-of-\2", path.name)): path for path in others}
-        for path in (*sorted(whole.values()), *projectors):
-            found = _read_model(path, tuple(marks.get(part) for part in model_parts(path)))
-            served = found if isinstance(found, str) else self._served(found, models)
-            if isinstance(served, str):
-                passed_over[str(path.relative_to(self.folder))] = served
-            else:
-                models[served.file.name] = served
-        return models, passed_over
 
     def _served(self, file: ModelFile, models: dict[str, FolderModel]) -> FolderModel | str:
         """Return a model as it is served, or with this projector; or why the file is not."""

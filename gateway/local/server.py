@@ -355,16 +355,14 @@ def open_log(path: Path) -> BinaryIO:
     return path.open("ab", buffering=0)
 
 
-def truncate_log(path: Path, limit: int = MOST_LOG_BYTES) -> bool:
+def truncate_log(path: Path, limit: int = MOST_LOG_BYTES) -> None:
     """Copy a log larger than `limit` bytes to `<name>.1`, and empty it.
 
-    Lines written during the copy are lost. Returns whether the log was that large.
+    Lines written during the copy are lost.
     """
-    if not path.exists() or path.stat().st_size <= limit:
-        return False
-    shutil.copyfile(path, _older(path))
-    os.truncate(path, 0)
-    return True
+    if path.exists() and path.stat().st_size > limit:
+        shutil.copyfile(path, _older(path))
+        os.truncate(path, 0)
 
 
 def last_lines(path: Path, count: int = 20) -> list[str]:
