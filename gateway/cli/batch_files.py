@@ -458,7 +458,7 @@ class ResultPlaces:
     def check(self) -> None:
         """Check before the work that nothing is in the way. Raises CommandFailed."""
         for path in (self.output, self.errors):
-            if path is None or str(path) == "-":
+            if path is None or str(path) == "-" or path.parent == self.output:
                 continue
             if not path.parent.is_dir():
                 raise WrongUsage(f"{path}: there is no folder {path.parent}")
@@ -491,7 +491,9 @@ def places_for(stem: str, format_: Form, output: Path | None, *, force: bool) ->
     ending = {"jsonl": ".out.jsonl", "csv": ".out.csv", "folder": ".out"}[format_]
     out = output or Path(stem + ending)
     errors: Path | None = None
-    if format_ == "jsonl" and str(out) == "-":
+    if format_ == "folder":
+        errors = out / "errors.jsonl"  # all texts end in `.txt`
+    elif format_ == "jsonl" and str(out) == "-":
         errors = Path(f"{stem}.errors.jsonl")
     elif format_ == "jsonl":
         base = out.name.removesuffix(".jsonl").removesuffix(".out")
@@ -514,14 +516,13 @@ def fetch_results(
         _downloaded(client, batch, "output", patience) as (output, done),
         _downloaded(client, batch, "errors", patience) as (errors, failed),
     ):
-        if places.format == "folder":
-            errors_in = _write_folder(output, errors, places)
-            return Fetched(places.output, errors_in, done, failed)
         is_table, errors_in = places.format == "csv", places.errors if failed else None
-        is_written = is_table or done > 0 or not failed
+        is_written = places.format != "jsonl" or done > 0 or not failed
         lines = (line.decode() for line in output)
         texts = result_rows(output, errors, table) if is_table else lines
-        if str(places.output) == "-":
+        if places.format == "folder":
+            _write_folder(output, places)
+        elif str(places.output) == "-":
             sys.stdout.writelines(texts if is_table else map(escape_json, texts))
             sys.stdout.flush()
         elif is_written:
@@ -538,20 +539,17 @@ def _downloaded(
     """The lines of one kind in a temporary file, and their number."""
     file_id = batch.get("output_file_id" if which == "output" else "error_file_id")
     with _temporary_file() as file:
-        path = None
-        if file_id is not None:
-            path = f"/v1/files/{quote(str(file_id), safe='')}/content"
-        elif batch.get("status") not in ENDED:
+        path = f"/v1/files/{quote(str(file_id), safe='')}/content"
+        if file_id is None:
             path = f"/v1/batches/{quote(str(batch.get('id')), safe='')}/{which}"
 
         def download() -> None:
             # A download that broke off begins again.
             file.seek(0)
             file.truncate()
-            assert path is not None
             client.download(path, file.write)
 
-        if path is not None:
+        if file_id is not None or batch.get("status") not in ENDED:
             patience.call(download)
         file.seek(0)
         lines = sum(1 for line in file if line.strip())
@@ -605,13 +603,12 @@ def _line_number(line: Mapping[str, Any]) -> int:
     return int(number) if number.isascii() and number.isdigit() else 0
 
 
-def _write_folder(output: BinaryIO, errors: BinaryIO, places: ResultPlaces) -> Path | None:
-    """A text for each line with a result; the place of the lines with errors, if there are any."""
-    folder = places.output
+def _write_folder(output: BinaryIO, places: ResultPlaces) -> None:
+    """Write a text for each line with a result."""
     try:
-        folder.mkdir(exist_ok=places.force)
+        places.output.mkdir(exist_ok=places.force)
     except FileExistsError:
-        raise _exists(folder) from None
+        raise _exists(places.output) from None
     taken: set[str] = set()
     for line in _lines(output):
         custom_id = custom_id_of(line)
@@ -621,13 +618,7 @@ def _write_folder(output: BinaryIO, errors: BinaryIO, places: ResultPlaces) -> P
         taken.add(name)
         # A model may write half a surrogate pair.
         text = text_of(line).encode(errors="replace")
-        write_whole(folder / name, [text], force=True)
-    if not errors.read(1):
-        return None
-    errors.seek(0)
-    place = folder / "errors.jsonl"  # all texts end in `.txt`
-    write_whole(place, errors, force=True)
-    return place
+        write_whole(places.output / name, [text], force=True)
 
 
 def file_name_of(custom_id: str, *, is_taken: bool = False) -> str:

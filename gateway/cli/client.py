@@ -208,17 +208,15 @@ class AdminClient(GatewayClient):
         Raises CommandFailed, if it breaks off or is silent for `ADMIN_SECONDS`.
         """
         name = ""
-        try:
-            with self._answered("GET", path) as response:
-                for line in _bounded_lines(response.iter_bytes()):
-                    if line.startswith(b"event: "):
-                        name = line[7:].decode("utf-8", "replace")
-                    elif line.startswith(b"data: "):
-                        value = json.loads(line[6:])
-                        if isinstance(value, dict):
-                            yield name, value
-        except (ValueError, RecursionError):
-            raise CommandFailed(f"the stream of {self.url}{path} holds what is no JSON") from None
+        with self._answered("GET", path) as response:
+            for line in _bounded_lines(response.iter_bytes()):
+                if line.startswith(b"event: "):
+                    name = line[7:].decode("utf-8", "replace")
+                elif line.startswith(b"data: "):
+                    if (value := json_object(line[6:])) is None:
+                        told = f"the stream of {self.url}{path} holds what is no JSON"
+                        raise CommandFailed(told)
+                    yield name, value
 
     def remedy(self, code: int, error_code: object, path: str) -> str | None:
         """Name the flag for the key."""

@@ -470,7 +470,9 @@ def create(
     The key is shown only now, and kept nowhere. It works from the next request on. Where there is
     no store, the lines for the settings are shown.
     """
+    from gateway.callers.key_desk import checked_specs
     from gateway.callers.keys import new_key
+    from gateway.callers.stored_keys import KeysRefused
 
     fields = rights.fields()
     default_class, max_class = fields.get("class"), fields.get("max_class")
@@ -483,23 +485,25 @@ def create(
     first = {"name": name, "class": default_class, "max_class": highest, **fields}
     said = {field: value for field, value in first.items() if value is not None}
     entry = {"id": key.id, "sha256": key.sha256, **said}
-    if print_only:
-        print_note(
-            "warning: --print goes with the next release: where the settings have no store "
-            "(store.url: off), 'keys create' shows the lines for them anyway"
-        )
-        _show_lines(key, entry, as_json=as_json)
-        return
-    try:
-        with stored.open() as ask:
-            made = ask("POST", "/admin/keys", body=entry)
-    except (NoStore, GatewayRefused) as error:
-        if isinstance(error, GatewayRefused) and error.code != 501:
-            raise
-        print_note("there is no store (store.url: off): put the lines into the settings")
-        _show_lines(key, entry, as_json=as_json)
-        return
-    _show_new(key, made, as_json=as_json)
+    why = (
+        "warning: --print goes with the next release: where the settings have no store "
+        "(store.url: off), 'keys create' shows the lines for them anyway"
+    )
+    if not print_only:
+        try:
+            with stored.open() as ask:
+                made = ask("POST", "/admin/keys", body=entry)
+        except (NoStore, GatewayRefused) as error:
+            if isinstance(error, GatewayRefused) and error.code != 501:
+                raise
+            why = "there is no store (store.url: off): put the lines into the settings"
+        else:
+            _show_new(key, made, as_json=as_json)
+            return
+    print_note(why)
+    with failing_by(KeysRefused, status=2):
+        checked_specs([entry], (), (), time.time())
+    _show_entry(key, entry, shown=True, as_json=as_json)
 
 
 @app.add("list")
@@ -661,15 +665,6 @@ def import_(
     print_answer(done, f"{len(listed)} keys imported", as_json=as_json)
 
 
-def _show_lines(key: ApiKey, entry: Mapping[str, Any], *, as_json: bool) -> None:
-    from gateway.callers.key_desk import checked_specs
-    from gateway.callers.stored_keys import KeysRefused
-
-    with failing_by(KeysRefused, status=2):
-        checked_specs([entry], (), (), time.time())
-    _show_entry(key, entry, shown=True, as_json=as_json)
-
-
 # `llama-gateway groups`: what the keys of each may use together.
 
 
@@ -759,8 +754,7 @@ def set_group(
     removed = _unset_fields(unset or (), wanted, _GROUP_FIELDS)
     with stored.open() as ask:
         found = ask("GET", "/admin/groups")["groups"]
-        defined = {one["name"]: one for one in found}
-        before = defined.get(name, {})
+        before = next((one for one in found if one["name"] == name), {})
         kept = {place: before.get(place) for place in _GROUPS}
         after = kept | _after(kept, wanted, removed)
         given = {place: value for place, value in after.items() if value}

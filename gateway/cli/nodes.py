@@ -241,12 +241,10 @@ def _row(node: dict[str, Any]) -> list[tuple[str, object]]:
 
 def _list_members(admin: AdminClient) -> None:
     """The machines of the gateway's cluster, if it is a member of one."""
-    cluster = None
     with suppress(CommandFailed):
-        cluster = admin.request("GET", "/admin/status").get("cluster")
-    if cluster:
-        print()
-        terminal.print_rows(map(_member_row, objects(cluster, "members")))
+        if cluster := admin.request("GET", "/admin/status").get("cluster"):
+            print()
+            terminal.print_rows(map(_member_row, objects(cluster, "members")))
 
 
 def _member_row(member: dict[str, Any]) -> list[tuple[str, object]]:
@@ -317,13 +315,12 @@ def _wait(admin: AdminClient, node: dict[str, Any], timeout: float) -> dict[str,
             time.sleep(min(interval, max(0.0, end - time.monotonic())))
             interval = min(2 * interval, LONGEST_POLL_INTERVAL)
             try:
-                node = admin.node(name)
+                node, failed = admin.node(name), 0
             except CommandFailed:
                 failed += 1
                 if failed >= MOST_FAILED_POLLS:
                     raise
                 continue
-            failed = 0
             if node.get("state") not in {"draining", "standby"}:
                 raise CommandFailed(f"{name} is no longer drained: {_summary(node)}")
             status.update(f"{format_cell(name)}: {_summary(node)}")
@@ -399,15 +396,13 @@ def models(
             model = admin.request("POST", "/admin/placements", body=order)
         else:
             model = admin.request("POST", f"/admin/models/{quote(name, safe='')}/{action}")
-    if as_json:
-        terminal.print_json(model)
-        return
     if action in _ORDERS:
         state = terminal.state_in_words(model) + (", pinned" if model.get("pinned_by") else "")
-        print(f"{format_cell(model.get('name'))}: {state}; {format_cell(model.get('reason'))}")
-        return
-    print(f"{format_cell(name)}: {_state_of(model)}")
-    if action == "resume" and model.get("paused"):
+        told = f"{format_cell(model.get('name'))}: {state}; {format_cell(model.get('reason'))}"
+    else:
+        told = f"{format_cell(name)}: {_state_of(model)}"
+    terminal.print_answer(model, told, as_json=as_json)
+    if action == "resume" and model.get("paused") and not as_json:
         terminal.print_note("note: every model that it stands for is paused: resume one of them")
 
 
