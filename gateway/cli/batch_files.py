@@ -484,10 +484,14 @@ def stem_of(source: str) -> str:
     return str(path.with_suffix("") if path.suffix.lower() in {".jsonl", ".csv", ".tsv"} else path)
 
 
-def places_for(stem: str, format_: Form, output: Path | None, *, force: bool) -> ResultPlaces:
+def places_for(
+    stem: str, format_: Form, output: Path | None, *, force: bool, as_json: bool
+) -> ResultPlaces:
     """The places for results of what is called `stem`; `output` as the user names it."""
     if format_ == "folder" and str(output) == "-":
         raise WrongUsage("--output -: a folder can't go to stdout")
+    if as_json and str(output) == "-":
+        raise WrongUsage("--output - and --json: only one of them can go to stdout")
     ending = {"jsonl": ".out.jsonl", "csv": ".out.csv", "folder": ".out"}[format_]
     out = output or Path(stem + ending)
     errors: Path | None = None

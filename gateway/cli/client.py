@@ -647,8 +647,7 @@ def check_same_store(admin: AdminClient, status: dict[str, Any], config: Path | 
         return  # `AdminFlags` has told it; the gateway has its own settings.
     if settings.store.url is None:
         return
-    location = None if settings.store.url == STORE_OFF else named_store(settings)
-    named = None if location is None else location.shown
+    named = None if settings.store.url == STORE_OFF else named_store(settings).shown
     if _real(named) != _real(own):
         raise WrongUsage(
             f"the gateway at {admin.url} has the store {own or STORE_OFF}, but "

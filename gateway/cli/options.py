@@ -274,9 +274,10 @@ class ProcessFlags(FlagGroup):
 
 
 def _read_memory(model: Path, slots: int, context: int) -> int:
-    from gateway.local.memory import file_memory
+    from gateway.local.gguf import read_model
+    from gateway.local.memory import ServerSettings, server_needs
 
-    return file_memory(model, slots, context)
+    return server_needs(read_model(model), ServerSettings(slots, context))[0]
 
 
 def settings_file(path: Path | None) -> Path | None:

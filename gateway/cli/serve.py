@@ -113,7 +113,14 @@ def check(
             result |= {"nodes": [one.as_dict() for one in checks], "differences": differing}
         terminal.print_json(result)
     else:
-        _report(nodes, found.inventory, given.settings_file, warnings, checks)
+        count, settings = len(found.inventory.nodes), given.settings_file
+        print(f"{nodes}: valid, {count} {'node' if count == 1 else 'nodes'}")
+        missing = f"{options.DEFAULT_CONFIG}: not there, every setting has its default"
+        print(missing if settings is None else f"{settings}: valid")
+        terminal.print_note(*(f"warning: {one}" for one in warnings))
+        if checks:
+            print()
+            terminal.print_rows((one.table_row() for one in checks), state_column=1)
         for difference in differing:
             terminal.print_note(f"warning: nodes of one model differ: {difference}")
     if any(one.fails for one in checks):
@@ -125,23 +132,6 @@ def _as_dict(problem: Problem | StartProblem) -> dict[str, object]:
     if isinstance(problem, Problem):
         return {name: value for name, value in asdict(problem).items() if name != "column"}
     return {"file": None, "line": 0, **problem._asdict(), "remedy": "", "lines": []}
-
-
-def _report(
-    nodes: Path,
-    inventory: Inventory,
-    settings: Path | None,
-    warnings: list[str],
-    checks: list[NodeCheck],
-) -> None:
-    count = len(inventory.nodes)
-    print(f"{nodes}: valid, {count} {'node' if count == 1 else 'nodes'}")
-    missing = f"{options.DEFAULT_CONFIG}: not there, every setting has its default"
-    print(missing if settings is None else f"{settings}: valid")
-    terminal.print_note(*(f"warning: {one}" for one in warnings))
-    if checks:
-        print()
-        terminal.print_rows((one.table_row() for one in checks), state_column=1)
 
 
 # `check --probe`: every node is asked for its properties, as the gateway itself does.

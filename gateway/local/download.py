@@ -584,47 +584,36 @@ def fetch_model(
     if _complete(wish, targets):
         return targets[0]
     with _only_process(folder, targets, hooks.note), open_client() as client:
-        if not _complete(wish, targets):
-            _download_all(client, wish, urls, targets, hooks, check_fits)
-    return targets[0]
-
-
-def _download_all(
-    client: httpx.Client,
-    wish: ModelWish,
-    urls: list[httpx.URL],
-    targets: list[Path],
-    hooks: DownloadHooks,
-    check_fits: Callable[[ModelFile], None],
-) -> None:
-    """Download the files that are missing; sizes count for the model as a whole."""
-    sizes = [target.stat().st_size if target.exists() else 0 for target in targets]
-    missing = [index for index, target in enumerate(targets) if not target.exists()]
-    if len(urls) > 1:
-        for index in missing:
+        if _complete(wish, targets):
+            return targets[0]
+        # Sizes count for the model as a whole.
+        sizes = [target.stat().st_size if target.exists() else 0 for target in targets]
+        missing = [index for index, target in enumerate(targets) if not target.exists()]
+        for index in missing if len(urls) > 1 else ():
             with open_remote(client, urls[index], token=wish.token) as body:
                 sizes[index] = body.total or 0
-    for index in missing:
-        target = targets[index]
+        for index in missing:
 
-        def check_size(size: int, index: int = index) -> None:
-            sizes[index] = size
-            check_fits(ModelFile(targets[0], targets[0].stem, sum(sizes), None))
+            def check_size(size: int, index: int = index) -> None:
+                sizes[index] = size
+                check_fits(ModelFile(targets[0], targets[0].stem, sum(sizes), None))
 
-        later = [other for other in missing if other > index]
-        others = sum(sizes) - sizes[index]
-        digest = Download(
-            client,
-            urls[index],
-            target,
-            replace(hooks, check_size=check_size),
-            sha256=wish.sha256[index] if wish.sha256 else None,
-            token=wish.token,
-            most_bytes=None if wish.most_bytes is None else max(0, wish.most_bytes - others),
-            space_beside=sum(max(0, sizes[at] - _part_size(targets[at])) for at in later),
-        ).run()
-        if not wish.sha256:
-            hooks.note(f"{target.name} has the SHA-256 {digest}; --sha256 checks it next time")
+            later = [other for other in missing if other > index]
+            others = sum(sizes) - sizes[index]
+            digest = Download(
+                client,
+                urls[index],
+                targets[index],
+                replace(hooks, check_size=check_size),
+                sha256=wish.sha256[index] if wish.sha256 else None,
+                token=wish.token,
+                most_bytes=None if wish.most_bytes is None else max(0, wish.most_bytes - others),
+                space_beside=sum(max(0, sizes[at] - _part_size(targets[at])) for at in later),
+            ).run()
+            if not wish.sha256:
+                told = f"{targets[index].name} has the SHA-256 {digest}"
+                hooks.note(f"{told}; --sha256 checks it next time")
+    return targets[0]
 
 
 def _complete(wish: ModelWish, targets: list[Path]) -> bool:

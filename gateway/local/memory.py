@@ -208,7 +208,8 @@ def memory_needed(model_size: int) -> int:
 def server_needs(model: ModelFile, settings: ServerSettings) -> tuple[int, str]:
     """Return the bytes that a server of the model needs, and in words what they rest on.
 
-    For a model whose shape is not known, it is the rule of thumb.
+    For a model whose shape is not known, it is the rule of thumb; else it is within 3 % of real
+    servers (docs/fit.md).
     """
     if model.shape is not None:
         # Else the server itself will say why it refuses these settings.
@@ -221,15 +222,6 @@ def server_needs(model: ModelFile, settings: ServerSettings) -> tuple[int, str]:
                 f"{format_gib(found.needed - found.weights - found.kv_cache - found.states)}"
             )
     return memory_needed(model.size), f"{MEMORY_FACTOR} x model"
-
-
-def file_memory(path: Path, slots: int, context: int) -> int:
-    """Return the bytes that a server of the model at `path` needs, by `up`'s settings.
-
-    `context`: tokens of one slot. Raises ModelFileError. Within 3 % of real servers where the
-    model's shape is known (docs/fit.md), else the rule of thumb.
-    """
-    return server_needs(read_model(path), ServerSettings(slots, context))[0]
 
 
 class Place(NamedTuple):
