@@ -754,7 +754,7 @@ def set_group(
     removed = _unset_fields(unset or (), wanted, _GROUP_FIELDS)
     with stored.open() as ask:
         found = ask("GET", "/admin/groups")["groups"]
-        before = next((one for one in found if one["name"] == name), {})
+        before: dict[str, Any] = next((one for one in found if one["name"] == name), {})
         kept = {place: before.get(place) for place in _GROUPS}
         after = kept | _after(kept, wanted, removed)
         given = {place: value for place, value in after.items() if value}
