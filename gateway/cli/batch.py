@@ -29,7 +29,7 @@ from gateway.cli.terminal import (
 )
 
 if TYPE_CHECKING:
-    from gateway.cli.batch_files import Fetched, PreparedInput, Problems, ResultPlaces, Table
+    from gateway.cli.batch_files import Fetched, PreparedInput, Problems
 
 LONGEST_STEM = 100  # characters of an upload's name
 FIRST_POLL, LONGEST_POLL = 0.25, 3.0  # seconds between questions for a batch's state; they double
@@ -111,13 +111,12 @@ def submit(
     from gateway.cli.batch_files import Problems
 
     fields = batch_files.create_fields(chosen.window, chosen.metadata or [])
-    places = batch_files.places_for(batch_files.stem_of(source), format_, output, force=force)
-    _check_stdout(places, as_json=as_json)
+    stem = batch_files.stem_of(source)
+    places = batch_files.places_for(stem, format_, output, force=force, as_json=as_json)
     if wait and not check:
         places.check()
     problems = Problems(most_shown=2**31 if check else batch_files.MOST_SHOWN)
-    found = batch_files.prepare(source, chosen, problems)
-    with contextlib.closing(found):
+    with batch_files.prepare(source, chosen, problems) as found:
         _tell_checked(found, problems, check=check, anyway=anyway, as_json=as_json)
         if check:
             return
@@ -128,7 +127,15 @@ def submit(
                 to_stdout = wait and str(places.output) == "-"
                 (print_note if to_stdout else print)(format_cell(batch.get("id")))
             if wait:
-                _follow(client, batch, places, retry_for, found.table, as_json=as_json)
+                batch = _waited(client, batch, retry_for)
+                try:
+                    patience, table = Patience(retry_for), found.table
+                    written = batch_files.fetch_results(client, batch, places, patience, table)
+                except CommandFailed as error:
+                    hint = f"the results are kept: '{_command('fetch', batch)}' gets them"
+                    raise CommandFailed(f"{error}\n{hint}", error.status) from None
+                _tell_written(batch, written, as_json=as_json)
+                end_by(batch, written.failed)
                 return
     if as_json:
         print_json(batch)
@@ -239,10 +246,9 @@ def fetch(
     as_json: bool = options.JSON,
 ) -> None:
     """Fetch the results of a batch: its output and its errors."""
-    from gateway.cli.batch_files import Table, fetch_results, places_for
+    from gateway.cli.batch_files import fetch_results, open_table, places_for
 
-    places = places_for(id_, format_, output, force=force)
-    _check_stdout(places, as_json=as_json)
+    places = places_for(id_, format_, output, force=force, as_json=as_json)
     places.check()
     if table is None and (id_column or delimiter):
         raise WrongUsage("--id-column, --delimiter: they are of a --table")
@@ -251,8 +257,7 @@ def fetch(
     with contextlib.ExitStack() as stack:
         read = None
         if table is not None:
-            read = Table.open(str(table), id_column, delimiter)
-            stack.callback(read.close)
+            read = stack.enter_context(open_table(str(table), id_column, delimiter))
         client = stack.enter_context(gateway.connect())
         patience = Patience(retry_for)
         batch = patience.call(lambda: client.batch(id_))
@@ -281,7 +286,9 @@ def submit_input(
 
     from gateway.cli.progress import Progress
 
-    name = upload_name(found)
+    # The same for the same bytes.
+    stem = "".join(c if c.isprintable() and c not in '"\\/' else "_" for c in found.stem)
+    name = f"{stem[:LONGEST_STEM]}-{found.sha256[:16]}.jsonl"
     is_repeated = not key.startswith("cli-")
 
     def upload() -> dict[str, Any]:
@@ -303,12 +310,6 @@ def submit_input(
             f"--idempotency-key {key} makes no second one"
         )
         raise
-
-
-def upload_name(found: PreparedInput) -> str:
-    """The name of an upload: the same for the same bytes."""
-    stem = "".join(c if c.isprintable() and c not in '"\\/' else "_" for c in found.stem)
-    return f"{stem[:LONGEST_STEM]}-{found.sha256[:16]}.jsonl"
 
 
 # Following a batch to its end.
@@ -355,29 +356,6 @@ def _waited(client: BatchClient, batch: dict[str, Any], retry_for: float) -> dic
             f"'{_command('show', batch)} --wait' follows it again",
             error.status,
         ) from None
-
-
-def _follow(
-    client: BatchClient,
-    batch: dict[str, Any],
-    places: ResultPlaces,
-    retry_for: float,
-    table: Table | None,
-    *,
-    as_json: bool,
-) -> None:
-    """Wait for the end, write the results and end with the status that they deserve."""
-    from gateway.cli.batch_files import fetch_results
-
-    batch = _waited(client, batch, retry_for)
-    try:
-        written = fetch_results(client, batch, places, Patience(retry_for), table)
-    except CommandFailed as error:
-        raise CommandFailed(
-            f"{error}\nthe results are kept: '{_command('fetch', batch)}' gets them", error.status
-        ) from None
-    _tell_written(batch, written, as_json=as_json)
-    end_by(batch, written.failed)
 
 
 # The progress of a batch in words.
@@ -453,12 +431,6 @@ def _command(name: str, batch: dict[str, Any]) -> str:
     return f"llama-gateway batch {name} {shlex.quote(str(batch.get('id')))}"
 
 
-def _check_stdout(places: ResultPlaces, *, as_json: bool) -> None:
-    """Raises CommandFailed, where results and JSON would both go to stdout."""
-    if as_json and str(places.output) == "-":
-        raise WrongUsage("--output - and --json: only one of them can go to stdout")
-
-
 def _tell_checked(
     found: PreparedInput, problems: Problems, *, check: bool, anyway: bool, as_json: bool
 ) -> None:
@@ -491,9 +463,10 @@ def _tell_checked(
 def _tell_written(batch: dict[str, Any], written: Fetched, *, as_json: bool) -> None:
     if as_json:
         print_json({"batch": batch, **asdict(written)})
-    elif written.output is not None and str(written.output) != "-":
+        return
+    if written.output is not None and str(written.output) != "-":
         print_note(f"{written.done:,} results: {written.output}")
-    if not as_json and written.failed and written.errors is not None:
+    if written.failed and written.errors is not None:
         print_note(f"{written.failed:,} errors: {written.errors}")
 
 

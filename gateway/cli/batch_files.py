@@ -72,7 +72,7 @@ class Problems:
 class PreparedInput:
     """JSON lines, checked."""
 
-    file: BinaryIO  # open for reading; its owner closes it
+    file: BinaryIO  # open for reading
     stem: str  # what it is called, without an ending
     endpoint: str
     lines: int = 0  # that can be run
@@ -82,12 +82,6 @@ class PreparedInput:
     models: set[str | None] = field(default_factory=set)
     skipped: int = 0  # files of a folder that are no texts
     table: Table | None = None  # what it was made of
-
-    def close(self) -> None:
-        """Close its files."""
-        self.file.close()
-        if self.table is not None:
-            self.table.close()
 
 
 def _refuse(chosen: InputFlags, names: Sequence[str], why: str) -> None:
@@ -133,9 +127,11 @@ def request_body(chosen: InputFlags, prompt: str) -> dict[str, Any]:
     return body
 
 
-def prepare(source: str, chosen: InputFlags, problems: Problems) -> PreparedInput:
-    """The input as JSON lines, checked; `-` is stdin. Raises CommandFailed."""
+@contextlib.contextmanager
+def prepare(source: str, chosen: InputFlags, problems: Problems) -> Iterator[PreparedInput]:
+    """The input as JSON lines, checked, with its files open; `-` is stdin. Raises CommandFailed."""
     kind, columns = kind_of(source, chosen.kind), ("id_column", "delimiter")
+    path = Path("stdin" if source == "-" else source)
     if kind == "jsonl":
         _refuse(
             chosen,
@@ -143,31 +139,31 @@ def prepare(source: str, chosen: InputFlags, problems: Problems) -> PreparedInpu
             "JSON lines have their own bodies; it is for tables and folders "
             "(--input csv or folder)",
         )
-        # They are sent as they are.
-        file = _open(source)
-        with _closed_on_error(file):
-            stem = "stdin" if source == "-" else Path(source).name.removesuffix(".jsonl")
-            found = PreparedInput(file, stem, chosen.endpoint or _endpoint_of(file))
+        with _open(source) as file:  # they are sent as they are
+            endpoint = chosen.endpoint or _endpoint_of(file)
+            found = PreparedInput(file, path.name.removesuffix(".jsonl"), endpoint)
             file.seek(0)
             lines = ((f"line {raw.number}", raw) for raw in raw_lines(file, LONGEST_LINE))
             _check_lines(found, lines, problems)
-        return found
+            yield found
+        return
     template = _template(chosen)
     check_request(chosen)
-    if kind == "csv":
-        table = Table.open(source, chosen.id_column, chosen.delimiter)
-        with _closed_on_error(table):
-            stem = "stdin" if source == "-" else Path(source).stem
-            found = _made(stem, chosen, _prompts_of_rows(table, template, problems), problems)
-            found.table = table
-        return found
-    _refuse(chosen, columns, "a folder has no columns")
-    template.check(("text", "name"), "--template", "field of a text")
     left_out = problems if chosen.strict else Problems(problems.most_shown)
-    prompts = _prompts_of_folder(source, template, chosen.largest_text, left_out)
-    found = _made(Path(source).resolve().name or "texts", chosen, prompts, problems)
-    found.skipped = 0 if chosen.strict else left_out.count
-    return found
+    with contextlib.ExitStack() as stack:
+        if kind == "csv":
+            table = stack.enter_context(open_table(source, chosen.id_column, chosen.delimiter))
+            stem, prompts = path.stem, _prompts_of_rows(table, template, problems)
+        else:
+            _refuse(chosen, columns, "a folder has no columns")
+            template.check(("text", "name"), "--template", "field of a text")
+            table, stem = None, path.resolve().name or "texts"
+            prompts = _prompts_of_folder(source, template, chosen.largest_text, left_out)
+        file, endpoint = stack.enter_context(_temporary_file()), chosen.endpoint or CHAT
+        found = PreparedInput(file, stem, endpoint, table=table)
+        _check_lines(found, _made_lines(prompts, chosen, endpoint), problems, write=True)
+        found.skipped = 0 if chosen.strict else left_out.count
+        yield found
 
 
 def kind_of(path: str, named: Form | None) -> Form:
@@ -200,28 +196,15 @@ def _endpoint_of(file: BinaryIO) -> str:
     return CHAT
 
 
-def _made(
-    stem: str, chosen: InputFlags, prompts: Iterator[tuple[str, str, str]], problems: Problems
-) -> PreparedInput:
-    """Write the lines that can be run into a temporary file.
-
-    Each prompt comes with where it is from, and its `custom_id`.
-    """
-    endpoint = chosen.endpoint or CHAT
-
-    def lines() -> Iterator[tuple[str, RawLine]]:
-        for number, (where, custom_id, prompt) in enumerate(prompts, 1):
-            line = {"custom_id": custom_id, "method": "POST", "url": endpoint}
-            body = {"body": request_body(chosen, prompt)}
-            data = json.dumps(line | body, ensure_ascii=False).encode()
-            raw = RawLine(number, 0, len(data), data if len(data) <= LONGEST_LINE else None)
-            yield where, raw
-
-    file = _temporary_file()
-    with _closed_on_error(file):
-        found = PreparedInput(file, stem, endpoint)
-        _check_lines(found, lines(), problems, write=True)
-    return found
+def _made_lines(
+    prompts: Iterator[tuple[str, str, str]], chosen: InputFlags, endpoint: str
+) -> Iterator[tuple[str, RawLine]]:
+    """The line of each prompt, which comes with where it is from, and its `custom_id`."""
+    for number, (where, custom_id, prompt) in enumerate(prompts, 1):
+        line = {"custom_id": custom_id, "method": "POST", "url": endpoint}
+        body = {"body": request_body(chosen, prompt)}
+        data = json.dumps(line | body, ensure_ascii=False).encode()
+        yield where, RawLine(number, 0, len(data), data if len(data) <= LONGEST_LINE else None)
 
 
 def _check_lines(
@@ -276,25 +259,12 @@ class TableRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table (CSV with a header), which may be read several times; its owner closes it."""
+    """A table (CSV with a header), which may be read several times."""
 
     path: str
     text: io.TextIOWrapper
     id_column: str | None
     delimiter: str
-
-    @classmethod
-    def open(cls, path: str, id_column: str | None, delimiter: str | None) -> Table:
-        """Open it; `-` is stdin. Raises CommandFailed."""
-        chosen = delimiter or ("\t" if Path(path).suffix.lower() == ".tsv" else ",")
-        if len(chosen) != 1 or chosen in '\r\n"':
-            raise WrongUsage(f"--delimiter {chosen!r}: must be one character")
-        text = io.TextIOWrapper(_open(path), "utf-8-sig", newline="")
-        return cls(path, text, id_column, chosen)
-
-    def close(self) -> None:
-        """Close its file."""
-        self.text.close()
 
     def rows(self) -> Iterator[TableRow]:
         """Its header, then its rows from the first on. Raises CommandFailed."""
@@ -309,7 +279,14 @@ class Table:
         csv.field_size_limit(LONGEST_LINE)
         reader = csv.reader(bounded_lines(), delimiter=self.delimiter, strict=True)
         try:
-            columns = self._checked_columns(next(reader, []))
+            columns = next(reader, [])
+            if not columns or len(set(columns)) < len(columns):
+                raise WrongUsage(f"{self.path}: its first line must name the columns, each once")
+            if self.id_column is not None and self.id_column not in columns:
+                there = ", ".join(f"'{format_cell(one)}'" for one in columns)
+                raise WrongUsage(
+                    f"--id-column {self.id_column}: there is no such column: there is {there}"
+                )
             yield TableRow(reader.line_num, columns)
             for number, cells in enumerate(filter(None, reader), 1):
                 custom_id, problem = f"row-{number}", ""
@@ -329,15 +306,15 @@ class Table:
                 "save the table as UTF-8"
             ) from None
 
-    def _checked_columns(self, header: list[str]) -> list[str]:
-        if not header or len(set(header)) < len(header):
-            raise WrongUsage(f"{self.path}: its first line must name the columns, each once")
-        if self.id_column is not None and self.id_column not in header:
-            there = ", ".join(f"'{format_cell(one)}'" for one in header)
-            raise WrongUsage(
-                f"--id-column {self.id_column}: there is no such column: there is {there}"
-            )
-        return header
+
+@contextlib.contextmanager
+def open_table(path: str, id_column: str | None, delimiter: str | None) -> Iterator[Table]:
+    """Open a table; `-` is stdin. Raises CommandFailed."""
+    chosen = delimiter or ("\t" if Path(path).suffix.lower() == ".tsv" else ",")
+    if len(chosen) != 1 or chosen in '\r\n"':
+        raise WrongUsage(f"--delimiter {chosen!r}: must be one character")
+    with io.TextIOWrapper(_open(path), "utf-8-sig", newline="") as text:
+        yield Table(path, text, id_column, chosen)
 
 
 def _prompts_of_folder(
@@ -389,10 +366,7 @@ def _open_regular(path: Path, flags: int = 0) -> BinaryIO:
 
 
 def _open(path: str) -> BinaryIO:
-    """Open an input. Stdin becomes a temporary file: it is read twice, to check it and to send it.
-
-    Raises CommandFailed.
-    """
+    """Open an input. Stdin becomes a temporary file: it is read twice, to check and to send it."""
     if path != "-":
         with failing_by(ValueError, before=f"{path}: ", status=2):
             return _open_regular(Path(path))
@@ -407,17 +381,7 @@ def _open(path: str) -> BinaryIO:
 
 
 def _temporary_file() -> BinaryIO:
-    """A new file without a name; its owner closes it."""
     return cast("BinaryIO", tempfile.TemporaryFile(prefix="llama-gateway-batch-"))
-
-
-@contextlib.contextmanager
-def _closed_on_error(file: BinaryIO | Table) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        file.close()
-        raise
 
 
 # Templates: `{name}` stands for a field, `{{` and `}}` for braces, and nothing else is special. A
@@ -447,7 +411,6 @@ class PromptTemplate:
 
 
 def _template(chosen: InputFlags) -> PromptTemplate:
-    """Read the template that the user names. Raises CommandFailed."""
     text, option = chosen.template, "--template"
     if (text is None) == (chosen.template_file is None):
         raise WrongUsage(
@@ -495,7 +458,7 @@ class ResultPlaces:
     def check(self) -> None:
         """Check before the work that nothing is in the way. Raises CommandFailed."""
         for path in (self.output, self.errors):
-            if path is None or str(path) == "-":
+            if path is None or str(path) == "-" or path.parent == self.output:
                 continue
             if not path.parent.is_dir():
                 raise WrongUsage(f"{path}: there is no folder {path.parent}")
@@ -521,14 +484,20 @@ def stem_of(source: str) -> str:
     return str(path.with_suffix("") if path.suffix.lower() in {".jsonl", ".csv", ".tsv"} else path)
 
 
-def places_for(stem: str, format_: Form, output: Path | None, *, force: bool) -> ResultPlaces:
+def places_for(
+    stem: str, format_: Form, output: Path | None, *, force: bool, as_json: bool
+) -> ResultPlaces:
     """The places for results of what is called `stem`; `output` as the user names it."""
     if format_ == "folder" and str(output) == "-":
         raise WrongUsage("--output -: a folder can't go to stdout")
+    if as_json and str(output) == "-":
+        raise WrongUsage("--output - and --json: only one of them can go to stdout")
     ending = {"jsonl": ".out.jsonl", "csv": ".out.csv", "folder": ".out"}[format_]
     out = output or Path(stem + ending)
     errors: Path | None = None
-    if format_ == "jsonl" and str(out) == "-":
+    if format_ == "folder":
+        errors = out / "errors.jsonl"  # all texts end in `.txt`
+    elif format_ == "jsonl" and str(out) == "-":
         errors = Path(f"{stem}.errors.jsonl")
     elif format_ == "jsonl":
         base = out.name.removesuffix(".jsonl").removesuffix(".out")
@@ -551,14 +520,13 @@ def fetch_results(
         _downloaded(client, batch, "output", patience) as (output, done),
         _downloaded(client, batch, "errors", patience) as (errors, failed),
     ):
-        if places.format == "folder":
-            errors_in = _write_folder(output, errors, places)
-            return Fetched(places.output, errors_in, done, failed)
         is_table, errors_in = places.format == "csv", places.errors if failed else None
-        is_written = is_table or done > 0 or not failed
+        is_written = places.format != "jsonl" or done > 0 or not failed
         lines = (line.decode() for line in output)
         texts = result_rows(output, errors, table) if is_table else lines
-        if str(places.output) == "-":
+        if places.format == "folder":
+            _write_folder(output, places)
+        elif str(places.output) == "-":
             sys.stdout.writelines(texts if is_table else map(escape_json, texts))
             sys.stdout.flush()
         elif is_written:
@@ -575,20 +543,17 @@ def _downloaded(
     """The lines of one kind in a temporary file, and their number."""
     file_id = batch.get("output_file_id" if which == "output" else "error_file_id")
     with _temporary_file() as file:
-        path = None
-        if file_id is not None:
-            path = f"/v1/files/{quote(str(file_id), safe='')}/content"
-        elif batch.get("status") not in ENDED:
+        path = f"/v1/files/{quote(str(file_id), safe='')}/content"
+        if file_id is None:
             path = f"/v1/batches/{quote(str(batch.get('id')), safe='')}/{which}"
 
         def download() -> None:
             # A download that broke off begins again.
             file.seek(0)
             file.truncate()
-            assert path is not None
             client.download(path, file.write)
 
-        if path is not None:
+        if file_id is not None or batch.get("status") not in ENDED:
             patience.call(download)
         file.seek(0)
         lines = sum(1 for line in file if line.strip())
@@ -642,13 +607,12 @@ def _line_number(line: Mapping[str, Any]) -> int:
     return int(number) if number.isascii() and number.isdigit() else 0
 
 
-def _write_folder(output: BinaryIO, errors: BinaryIO, places: ResultPlaces) -> Path | None:
-    """A text for each line with a result; the place of the lines with errors, if there are any."""
-    folder = places.output
+def _write_folder(output: BinaryIO, places: ResultPlaces) -> None:
+    """Write a text for each line with a result."""
     try:
-        folder.mkdir(exist_ok=places.force)
+        places.output.mkdir(exist_ok=places.force)
     except FileExistsError:
-        raise _exists(folder) from None
+        raise _exists(places.output) from None
     taken: set[str] = set()
     for line in _lines(output):
         custom_id = custom_id_of(line)
@@ -658,13 +622,7 @@ def _write_folder(output: BinaryIO, errors: BinaryIO, places: ResultPlaces) -> P
         taken.add(name)
         # A model may write half a surrogate pair.
         text = text_of(line).encode(errors="replace")
-        write_whole(folder / name, [text], force=True)
-    if not errors.read(1):
-        return None
-    errors.seek(0)
-    place = folder / "errors.jsonl"  # all texts end in `.txt`
-    write_whole(place, errors, force=True)
-    return place
+        write_whole(places.output / name, [text], force=True)
 
 
 def file_name_of(custom_id: str, *, is_taken: bool = False) -> str:

@@ -71,14 +71,17 @@ class GatewayClient:
     AGAIN: ClassVar[frozenset[int]] = frozenset()
 
     def __init__(
-        self, url: str, key: str | None, tls: ssl.SSLContext | None, timeout: httpx.Timeout | float
+        self,
+        url: str,
+        key: str | None,
+        tls: ssl.SSLContext | None = None,
+        timeout: httpx.Timeout | float = ADMIN_SECONDS,
     ) -> None:
         import httpx  # commands that ask no gateway start without it
 
         self.url = url
-        if tls is None and url.startswith("http:"):
-            # Trusts nobody, as nobody is asked: to read the machine's authorities takes 30 ms.
-            tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        # Without TLS it trusts nobody, as nobody is asked: to read the authorities takes 30 ms.
+        verify = tls or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         try:
             self._client = httpx.Client(
                 base_url=url,
@@ -86,7 +89,7 @@ class GatewayClient:
                 timeout=timeout,
                 # With an explicit transport httpx takes no proxy from the environment: the gateway
                 # is on loopback or in a private network, and the key is for nobody else.
-                transport=httpx.HTTPTransport() if tls is None else httpx.HTTPTransport(verify=tls),
+                transport=httpx.HTTPTransport(verify=verify),
             )
         except httpx.InvalidURL as error:
             raise WrongUsage(
@@ -126,7 +129,6 @@ class GatewayClient:
             raise self._unanswered(error) from None
 
     def _refused(self, response: httpx.Response, body: Mapping[str, Any]) -> CommandFailed:
-        """The error for an answer with an error's status."""
         code, found = response.status_code, body.get("error")
         error = found if isinstance(found, dict) else {"message": found}
         told = f"the gateway at {self.url} answers {code}"
@@ -178,9 +180,6 @@ class AdminClient(GatewayClient):
     LISTENER = "admin listener"
     STRANGER = "{url}{path} is no gateway's admin API"
 
-    def __init__(self, url: str, key: str | None, tls: ssl.SSLContext | None = None) -> None:
-        super().__init__(url, key, tls, ADMIN_SECONDS)
-
     def nodes(self) -> list[dict[str, Any]]:
         """Return all nodes."""
         return objects(self.request("GET", "/admin/nodes"), "nodes")
@@ -193,10 +192,6 @@ class AdminClient(GatewayClient):
         """Drain, resume or probe a node."""
         path = f"/admin/nodes/{quote(name, safe='')}/{action}"
         self.request("POST", path, {key: f"{value:g}" for key, value in parameters.items()})
-
-    def status(self) -> dict[str, Any]:
-        """Return the gateway's status."""
-        return self.request("GET", "/admin/status")
 
     def explanation(self, request_id: str) -> dict[str, Any]:
         """Return why the requests of this id went where they went."""
@@ -213,23 +208,19 @@ class AdminClient(GatewayClient):
         Raises CommandFailed, if it breaks off or is silent for `ADMIN_SECONDS`.
         """
         name = ""
-        try:
-            with self._answered("GET", path) as response:
-                for line in _bounded_lines(response.iter_bytes()):
-                    if line.startswith(b"event: "):
-                        name = line[7:].decode("utf-8", "replace")
-                    elif line.startswith(b"data: "):
-                        value = json.loads(line[6:])
-                        if isinstance(value, dict):
-                            yield name, value
-        except (ValueError, RecursionError):
-            raise CommandFailed(f"the stream of {self.url}{path} holds what is no JSON") from None
+        with self._answered("GET", path) as response:
+            for line in _bounded_lines(response.iter_bytes()):
+                if line.startswith(b"event: "):
+                    name = line[7:].decode("utf-8", "replace")
+                elif line.startswith(b"data: "):
+                    if (value := json_object(line[6:])) is None:
+                        told = f"the stream of {self.url}{path} holds what is no JSON"
+                        raise CommandFailed(told)
+                    yield name, value
 
     def remedy(self, code: int, error_code: object, path: str) -> str | None:
         """Name the flag for the key."""
-        if code == 401:
-            return "name a file that holds its admin key with --admin-key-file"
-        return None
+        return "name a file that holds its admin key with --admin-key-file" if code == 401 else None
 
 
 # The public listener: files and batches.
@@ -265,12 +256,10 @@ class Patience:
                 result = job()
             except GatewayAway as error:
                 now = self.clock()
-                if failed_at is None:
-                    failed_at = now
-                    if self.seconds > 0:
-                        self.note(f"{error}; trying again for up to {self.seconds:.0f} s")
-                left = failed_at + self.seconds - now
-                if left <= 0:
+                if failed_at is None and self.seconds > 0:
+                    self.note(f"{error}; trying again for up to {self.seconds:.0f} s")
+                failed_at = now if failed_at is None else failed_at
+                if (left := failed_at + self.seconds - now) <= 0:
                     raise
                 wait = max(pause * self.rng.uniform(0.8, 1.2), error.retry_after or 0.0)
                 self.sleep(min(wait, left))
@@ -300,10 +289,9 @@ class BatchClient(GatewayClient):
 
     def find_upload(self, name: str, size: int) -> dict[str, Any] | None:
         """Return the newest earlier upload of this name and size, if there is one."""
-        for one in objects(self.request("GET", "/v1/files", {"purpose": "batch"}), "data"):
-            if one.get("filename") == name and one.get("bytes") == size:
-                return one
-        return None
+        listed = objects(self.request("GET", "/v1/files", {"purpose": "batch"}), "data")
+        wanted = (name, size)
+        return next((x for x in listed if (x.get("filename"), x.get("bytes")) == wanted), None)
 
     def create(self, fields: Mapping[str, Any], idempotency_key: str) -> dict[str, Any]:
         """Create a batch; with the same key again it is the same batch."""
@@ -316,13 +304,11 @@ class BatchClient(GatewayClient):
 
     def batches(self, most: int) -> list[dict[str, Any]]:
         """Return the newest batches, at most so many."""
-        found: list[dict[str, Any]] = []
-        parameters: dict[str, str] = {}
+        found, parameters = list[dict[str, Any]](), dict[str, str]()
         while len(found) < most:
             parameters["limit"] = str(min(PAGE, most - len(found)))
             page = self.request("GET", "/v1/batches", parameters)
-            listed = objects(page, "data")
-            found += listed
+            found += (listed := objects(page, "data"))
             if not page.get("has_more") or not listed:
                 break
             parameters["after"] = str(listed[-1].get("id"))
@@ -506,10 +492,7 @@ class AdminFlags(options.FlagGroup):
     config: Path | None = options.CONFIG
 
     def connect(self) -> AdminClient:
-        """Open the admin API by flag, environment and settings, in this order.
-
-        Raises CommandFailed.
-        """
+        """Open the admin API by flag, environment and settings, in this order."""
         url, key_file, ca = self.admin_url, self.admin_key_file, self.admin_ca
         if url is not None and urlsplit(url).scheme not in {"http", "https"}:
             raise WrongUsage(f"--admin-url {url}: must be like http://127.0.0.1:8001")
@@ -520,15 +503,14 @@ class AdminFlags(options.FlagGroup):
         admin = _settings(self.config, needed) if needed else None
         own = None
         if url is None:
-            own = admin.tls.cert if admin is not None and admin.tls is not None else None
+            own = admin.tls.cert if admin and admin.tls else None
             host = host or (admin.host if admin else "127.0.0.1")
             host = _EVERY_ADDRESS.get(host, host)
             place = f"[{host}]" if ":" in host else host
             scheme = "http" if own is None else "https"
             url = f"{scheme}://{place}:{port or (admin.port if admin else 8001)}"
-        if key_file is None and admin is not None:
-            key_file = admin.key_file
-        if ca is None and (named := os.environ.get("LLAMA_GATEWAY_ADMIN_CA")):
+        key_file = key_file or (admin.key_file if admin else None)
+        if ca is None and (named := env("LLAMA_GATEWAY_ADMIN_CA")):
             ca = Path(named)
         is_secure = urlsplit(url).scheme == "https"
         tls = tls_context(ca, own, "--admin-ca") if is_secure else None
@@ -608,7 +590,7 @@ class StoreFlags(options.FlagGroup):
 
         with AdminFlags(**vars(self)).connect() as admin:
             try:
-                status = admin.status()
+                status = admin.request("GET", "/admin/status")
             except NoGateway:
                 if self.admin_url is not None:
                     raise
@@ -656,9 +638,8 @@ def check_same_store(admin: AdminClient, status: dict[str, Any], config: Path | 
     """
     from gateway.config.stored import STORE_OFF
 
-    store = status.get("store")
-    state = store.get("state") if isinstance(store, dict) else None
-    own = store.get("url") if isinstance(store, dict) else None
+    store = status.get("store") or {}
+    state, own = store.get("state"), store.get("url")
     print_note(f"store: {own or STORE_OFF} (of the gateway at {admin.url}, state: {state})")
     try:
         settings = read_settings(config)
@@ -666,8 +647,7 @@ def check_same_store(admin: AdminClient, status: dict[str, Any], config: Path | 
         return  # `AdminFlags` has told it; the gateway has its own settings.
     if settings.store.url is None:
         return
-    location = None if settings.store.url == STORE_OFF else named_store(settings)
-    named = None if location is None else location.shown
+    named = None if settings.store.url == STORE_OFF else named_store(settings).shown
     if _real(named) != _real(own):
         raise WrongUsage(
             f"the gateway at {admin.url} has the store {own or STORE_OFF}, but "
@@ -678,17 +658,12 @@ def check_same_store(admin: AdminClient, status: dict[str, Any], config: Path | 
 
 def _real(url: str | None) -> str | None:
     """Follow links in the path of a SQLite file."""
-    prefix = "sqlite:///"
-    if url is not None and url.startswith(prefix):
-        return prefix + os.path.realpath(url.removeprefix(prefix))
-    return url
+    scheme, is_file, path = (url or "").partition("sqlite:///")
+    return f"{is_file}{os.path.realpath(path)}" if is_file and not scheme else url
 
 
 def named_store(settings: Settings, unit_folder: Path = UNIT_STATE_FOLDER) -> StoreLocation:
-    """Return the store that the settings name; by default the unit's, else the user's.
-
-    Raises CommandFailed.
-    """
+    """Return the store that the settings name; by default the unit's, else the user's."""
     from gateway.app.startup import state_folder
     from gateway.config.stored import STORE_OFF
     from gateway.store.database import FILE_NAME, locate_store

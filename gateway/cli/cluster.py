@@ -90,10 +90,7 @@ def _members(store: Store, cluster: str) -> list[StoredMember]:
 
 @contextlib.contextmanager
 def _opened(config: Path | None) -> Iterator[tuple[Store, str]]:
-    """The store of the cluster that the settings name, and the cluster's name.
-
-    Raises CommandFailed.
-    """
+    """The store of the cluster that the settings name, and the cluster's name."""
     settings = read_settings(config)
     if settings.cluster is None:
         raise WrongUsage("the settings have no section `cluster`: name others with --config")

@@ -52,7 +52,7 @@ CLASSES = get_args(Priority)
 
 
 def _checked_name(value: str | None) -> str | None:
-    if value is not None and (not value.strip() or value != value.strip() or len(value) > 256):
+    if value is not None and (value != value.strip() or not 1 <= len(value) <= 256):
         raise typer.BadParameter("1 to 256 characters, without white space around them")
     return value
 
@@ -163,7 +163,6 @@ class NewRightFlags(RightFlags):
 
 
 def _listed_models(repeated: list[str] | None, listed: str | None) -> list[str] | None:
-    """Return the models of both flags. Raises BadParameter."""
     names = [*(repeated or ()), *(listed.split(",") if listed is not None else ())]
     found = list(dict.fromkeys(name.strip() for name in names))
     if listed is not None and not all(found):
@@ -176,9 +175,7 @@ def _node_labels(text: str | None) -> dict[str, str] | None:
     if text is None:
         return None
     labels: dict[str, str] = {}
-    if text.strip() == ALL_NODES:
-        return labels
-    for part in text.split(","):
+    for part in text.split(",") if text.strip() != ALL_NODES else ():
         name, is_pair, value = (word.strip() for word in part.partition("="))
         if not (name and is_pair and value) or name in labels:
             raise typer.BadParameter(
@@ -192,11 +189,10 @@ def _node_labels(text: str | None) -> dict[str, str] | None:
 def _placed(flags: Mapping[str, Any], paths: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
     """Return the fields of a key, or of a group, that flags have set, each where `paths` says."""
     found: dict[str, Any] = {}
-    for name, (place, *inner) in paths.items():
-        value = flags.get(name)
-        if value is not None:
-            fields = found.setdefault(place, {}) if inner else found
-            fields[inner[0] if inner else place] = value
+    for name, (*outer, last) in paths.items():
+        if flags.get(name) is not None:
+            fields = found.setdefault(outer[0], {}) if outer else found
+            fields[last] = flags[name]
     return found
 
 
@@ -242,17 +238,15 @@ def _after(
     before: Mapping[str, Any], wanted: Mapping[str, Any], removed: set[tuple[str, ...]]
 ) -> dict[str, Any]:
     """Return what a key or a group is to have in each place that changes; None: nothing."""
-    found: dict[str, Any] = {}
-    for place in (*wanted, *(path[0] for path in removed)):
-        found[place] = wanted.get(place)
-        if place in _GROUPS:
-            whole = {**(before.get(place) or {}), **(wanted.get(place) or {})}
-            # Limits of end users that are none would hide the group's: then there is no mapping.
-            found[place] = {
-                name: value
-                for name, value in whole.items()
-                if value is not None and not removed & {(place,), (place, name)}
-            } or None
+    found: dict[str, Any] = {**dict.fromkeys(path[0] for path in removed), **wanted}
+    for place in found.keys() & set(_GROUPS):
+        whole = {**(before.get(place) or {}), **(wanted.get(place) or {})}
+        # Limits of end users that are none would hide the group's: then there is no mapping.
+        found[place] = {
+            name: value
+            for name, value in whole.items()
+            if value is not None and not removed & {(place,), (place, name)}
+        } or None
     return found
 
 
@@ -286,16 +280,6 @@ _WORDS = {
 ListedKey = tuple[object, int]
 
 
-def _read_key_file(file: Path) -> list[ListedKey]:
-    listed = _table(file) if file.suffix.lower() == ".csv" else _list(file)
-    if not 0 < len(listed) <= MOST_KEYS:
-        problem = "holds no key" if not listed else f"holds {len(listed)} keys"
-        raise ConfigError(
-            [Problem(file, 0, "", problem, f"an import takes 1 to {MOST_KEYS} of them")]
-        )
-    return listed
-
-
 def _list(file: Path) -> list[ListedKey]:
     """Read the keys of a YAML or JSON file: a list, or a mapping with `keys`."""
     from gateway.config.yaml_file import YamlList, YamlMapping, read_yaml, to_plain
@@ -321,8 +305,7 @@ def _table(file: Path) -> list[ListedKey]:
 
     text = read_text(file, LARGEST_TABLE)
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-    listed: list[ListedKey] = []
-    problems: list[Problem] = []
+    listed, problems = list[ListedKey](), list[Problem]()
     try:
         reader.fieldnames = columns = [name.strip().lower() for name in reader.fieldnames or ()]
         known = {"id", "sha256"} <= set(columns) <= _COLUMNS.keys()
@@ -349,11 +332,10 @@ def _value(name: str, cell: str) -> object:
     """Return what a cell says; what is no number or list stays a text, and None is nothing."""
     if name in _COUNTS and cell.removeprefix("-").isdecimal() and len(cell) < 20:
         return int(cell)
-    if name == "trust_user_headers":
-        return _WORDS.get(cell.lower(), cell or None)
     if name == "models" and cell:
         return [part.strip() for part in cell.replace(";", ",").split(",")]
-    return cell or None
+    known = _WORDS if name == "trust_user_headers" else {}
+    return known.get(cell.lower(), cell or None)
 
 
 app = CommandGroup(
@@ -438,9 +420,17 @@ def hash_(
     """
     if read and key_id is not None:
         raise typer.BadParameter("a key that is read has an id already", param_hint="--id")
-    from gateway.callers.keys import new_key
+    from gateway.callers.keys import hash_key, new_key
 
-    key = _read_key() if read else new_key(key_id)
+    text = None
+    if read and sys.stdin.isatty():
+        text = typer.prompt("Key", hide_input=True, err=True)
+    elif read:
+        text = sys.stdin.read(_LONGEST_INPUT)
+    with failing_by(ValueError, before="this is no key of the gateway: ", status=2):
+        key = new_key(key_id) if text is None else hash_key(text.strip())
+    if not _ID.fullmatch(key.id):
+        raise WrongUsage("the key's id may hold letters, digits and '-' only")
     entry = {"id": key.id, "sha256": key.sha256}
     _show_entry(key, entry, shown=not read, as_json=as_json)
 
@@ -480,7 +470,9 @@ def create(
     The key is shown only now, and kept nowhere. It works from the next request on. Where there is
     no store, the lines for the settings are shown.
     """
+    from gateway.callers.key_desk import checked_specs
     from gateway.callers.keys import new_key
+    from gateway.callers.stored_keys import KeysRefused
 
     fields = rights.fields()
     default_class, max_class = fields.get("class"), fields.get("max_class")
@@ -493,24 +485,25 @@ def create(
     first = {"name": name, "class": default_class, "max_class": highest, **fields}
     said = {field: value for field, value in first.items() if value is not None}
     entry = {"id": key.id, "sha256": key.sha256, **said}
-    if print_only:
-        print_note(
-            "warning: --print goes with the next release: where the settings have no store "
-            "(store.url: off), 'keys create' shows the lines for them anyway"
-        )
-        _show_lines(key, entry, as_json=as_json)
-        return
-    try:
-        with stored.open() as ask:
-            made = ask("POST", "/admin/keys", body=entry)
-    except (NoStore, GatewayRefused) as error:
-        if isinstance(error, GatewayRefused) and error.code != 501:
-            raise
-        print_note("there is no store (store.url: off): put the lines into the settings")
-        _show_lines(key, entry, as_json=as_json)
-        return
-    _tell_warnings(made.pop("warnings", ()))
-    _show_new(key, made, as_json=as_json)
+    why = (
+        "warning: --print goes with the next release: where the settings have no store "
+        "(store.url: off), 'keys create' shows the lines for them anyway"
+    )
+    if not print_only:
+        try:
+            with stored.open() as ask:
+                made = ask("POST", "/admin/keys", body=entry)
+        except (NoStore, GatewayRefused) as error:
+            if isinstance(error, GatewayRefused) and error.code != 501:
+                raise
+            why = "there is no store (store.url: off): put the lines into the settings"
+        else:
+            _show_new(key, made, as_json=as_json)
+            return
+    print_note(why)
+    with failing_by(KeysRefused, status=2):
+        checked_specs([entry], (), (), time.time())
+    _show_entry(key, entry, shown=True, as_json=as_json)
 
 
 @app.add("list")
@@ -630,7 +623,6 @@ def rotate(
         key = new_key(str(old["id"]))
         fields = {"sha256": key.sha256, "grace": seconds}
         rotated = ask("POST", f"{_key_path(old)}/rotate", body=fields)
-    _tell_warnings(rotated.pop("warnings", ()))
     _show_new(key, rotated, as_json=as_json)
 
 
@@ -650,7 +642,11 @@ def import_(
     The keys' holders keep the secrets that they have: lg_ID_SECRET, of whose SECRET the file has
     the SHA-256.
     """
-    listed = _read_key_file(file)
+    listed = _table(file) if file.suffix.lower() == ".csv" else _list(file)
+    if not 0 < len(listed) <= MOST_KEYS:
+        problem = f"holds {len(listed) or 'no'} key{'s' if listed else ''}"
+        remedy = f"an import takes 1 to {MOST_KEYS} of them"
+        raise ConfigError([Problem(file, 0, "", problem, remedy)])
     with stored.open() as ask:
         try:
             entries = {"keys": [fields for fields, _ in listed]}
@@ -667,30 +663,6 @@ def import_(
     _tell_warnings(warnings)
     done = {"imported": len(listed), "warnings": warnings}
     print_answer(done, f"{len(listed)} keys imported", as_json=as_json)
-
-
-def _show_lines(key: ApiKey, entry: Mapping[str, Any], *, as_json: bool) -> None:
-    """Show a new key, and its entry for the settings. Raises CommandFailed."""
-    from gateway.callers.key_desk import checked_specs
-    from gateway.callers.stored_keys import KeysRefused
-
-    with failing_by(KeysRefused, status=2):
-        checked_specs([entry], (), (), time.time())
-    _show_entry(key, entry, shown=True, as_json=as_json)
-
-
-def _read_key() -> ApiKey:
-    from gateway.callers.keys import hash_key
-
-    if sys.stdin.isatty():
-        text = typer.prompt("Key", hide_input=True, err=True)
-    else:
-        text = sys.stdin.read(_LONGEST_INPUT)
-    with failing_by(ValueError, before="this is no key of the gateway: ", status=2):
-        key = hash_key(text.strip())
-    if not _ID.fullmatch(key.id):
-        raise WrongUsage("the key's id may hold letters, digits and '-' only")
-    return key
 
 
 # `llama-gateway groups`: what the keys of each may use together.
@@ -782,8 +754,7 @@ def set_group(
     removed = _unset_fields(unset or (), wanted, _GROUP_FIELDS)
     with stored.open() as ask:
         found = ask("GET", "/admin/groups")["groups"]
-        defined = {one["name"]: one for one in found}
-        before = defined.get(name, {})
+        before: dict[str, Any] = next((one for one in found if one["name"] == name), {})
         kept = {place: before.get(place) for place in _GROUPS}
         after = kept | _after(kept, wanted, removed)
         given = {place: value for place, value in after.items() if value}
@@ -827,40 +798,33 @@ def _key_row(key: Mapping[str, Any]) -> list[tuple[str, object]]:
     ]
 
 
-def _used_text(standing: object, of: str) -> str:
+def _used_text(standing: Iterable[Mapping[str, Any]] | None, of: str) -> str:
     """Write what is used of the limits of a key, or of a group, in one line; `-` for nothing."""
-    told = [one for one in standing if one["of"] == of and one["used"]] if standing else []  # type: ignore[attr-defined]
-    return (
-        ", ".join(f"{one['limit']} {one['used']:.10g} of {one['most']:.10g}" for one in told) or "-"
-    )
+    told = (one for one in standing or () if one["of"] == of and one["used"])
+    parts = (f"{one['limit']} {one['used']:.10g} of {one['most']:.10g}" for one in told)
+    return ", ".join(parts) or "-"
 
 
 def _standing_text(one: Mapping[str, Any]) -> str:
-    """Write how much of a limit is used and left."""
-    text = f"{one['limit']}: {one['used']:.10g} of {one['most']:.10g}"
-    if one["reserved"]:
-        text += f", {one['reserved']:.10g} reserved"
-    text += f", {one['remaining']:.10g} left"
-    return text if one["resets_at"] is None else f"{text}, until {one['resets_at']}"
+    reserved = f", {one['reserved']:.10g} reserved" if one["reserved"] else ""
+    until = "" if one["resets_at"] is None else f", until {one['resets_at']}"
+    used = f"{one['used']:.10g} of {one['most']:.10g}{reserved}"
+    return f"{one['limit']}: {used}, {one['remaining']:.10g} left{until}"
 
 
 def _limits_text(limits: object) -> str:
     """Write limits, or what a key says of prompt caches, in one line; `-` for nothing."""
-    if not isinstance(limits, Mapping):
-        return "-"
-    given = [
-        f"{format_cell(name)} {_value_text(value)}"
-        for name, value in limits.items()
-        if value is not None
-    ]
+    given = []
+    for name, value in limits.items() if isinstance(limits, Mapping) else ():
+        text = format_cell(value)
+        if isinstance(value, bool):
+            text = "yes" if value else "no"
+        elif isinstance(value, Mapping):  # labels of nodes
+            pairs = (f"{format_cell(label)}={format_cell(one)}" for label, one in value.items())
+            text = ",".join(pairs) or ALL_NODES
+        if value is not None:
+            given.append(f"{format_cell(name)} {text}")
     return ", ".join(given) or "-"
-
-
-def _value_text(value: object) -> str:
-    if isinstance(value, Mapping):  # labels of nodes
-        pairs = (f"{format_cell(name)}={format_cell(one)}" for name, one in value.items())
-        return ",".join(pairs) or ALL_NODES
-    return ("yes" if value else "no") if isinstance(value, bool) else format_cell(value)
 
 
 def _called(key: Mapping[str, Any]) -> str:
@@ -868,8 +832,9 @@ def _called(key: Mapping[str, Any]) -> str:
     return name if name == key_id else f"{name} (id {key_id})"
 
 
-def _show_new(key: ApiKey, shown: Mapping[str, Any], *, as_json: bool) -> None:
-    """Show a new secret, this once."""
+def _show_new(key: ApiKey, shown: dict[str, Any], *, as_json: bool) -> None:
+    """Show a new secret, this once, after what the gateway warns of."""
+    _tell_warnings(shown.pop("warnings", ()))
     text = _SHOWN_ONCE.format(key.text) + _rights_text(shown)
     print_answer({"key": key.text, **shown}, text, as_json=as_json)
 
@@ -878,18 +843,16 @@ _SHOWN_ONCE = "The key, shown only now:\n\n  {}\n\n"
 
 
 def _rights_text(shown: Mapping[str, Any]) -> str:
-    """Write a key's rights and limits in one line."""
-    parts = [f"at most class {format_cell(shown.get('max_class'))}"]
-    parts += [
-        f"{field} {format_cell(shown[field])}" for field in ("models", "group") if shown.get(field)
-    ]
-    for place, before in (("limits", ""), ("user_limits", "each end user "), ("cache", "cache: ")):
-        if (text := _limits_text(shown.get(place))) != "-":
-            parts.append(f"{before}{text}")
-    if shown.get("expires"):
-        parts.append(f"until {format_cell(shown['expires'])}")
-    if shown.get("previous_until"):
-        parts.append(f"the old secret works until {format_cell(shown['previous_until'])}")
+    told = {
+        "at most class ": format_cell(shown.get("max_class")),
+        **{f"{field} ": format_cell(shown.get(field)) for field in ("models", "group")},
+        "": _limits_text(shown.get("limits")),
+        "each end user ": _limits_text(shown.get("user_limits")),
+        "cache: ": _limits_text(shown.get("cache")),
+        "until ": format_cell(shown.get("expires")),
+        "the old secret works until ": format_cell(shown.get("previous_until")),
+    }
+    parts = (name + text for name, text in told.items() if text != "-")
     return f"{_called(shown)}: {'; '.join(parts)}"
 
 
@@ -915,13 +878,12 @@ def _show_entry(key: ApiKey, entry: Mapping[str, Any], *, shown: bool, as_json: 
 
 def _key(ask: Ask, name: str) -> dict[str, Any]:
     """Return one key; its name may hold anything, which a path can't. Raises CommandFailed."""
-    keys = ask("GET", "/admin/keys", {"name": name, "revoked": "1"})["keys"]
-    if not keys:
-        raise CommandFailed(
-            f"there is no key of the name or id '{name}'; 'llama-gateway keys list' shows all"
-        )
-    found: dict[str, Any] = min(keys, key=lambda key: key.get("state") == "revoked")
-    return found
+    keys: list[dict[str, Any]] = ask("GET", "/admin/keys", {"name": name, "revoked": "1"})["keys"]
+    if keys:
+        return min(keys, key=lambda key: key.get("state") == "revoked")
+    raise CommandFailed(
+        f"there is no key of the name or id '{name}'; 'llama-gateway keys list' shows all"
+    )
 
 
 def _key_path(key: Mapping[str, Any]) -> str:

@@ -80,10 +80,8 @@ def _show_machine(found: Topology) -> None:
             f"easily freed" + ("" if node.memory_allowed else "; its memory is not allowed here")
         )
         if node.efficiency_cpus:
-            out.print(
-                f"              efficiency CPUs "
-                f"{format_kernel_list(tuple(node.efficiency_cpus))}: left out"
-            )
+            slow = format_kernel_list(tuple(node.efficiency_cpus))
+            out.print(f"              efficiency CPUs {slow}: left out")
     out.print("\nOne llama.cpp server on each NUMA node:")
     for node in found.nodes:
         server = server_placement(found, node)
@@ -163,7 +161,7 @@ class MachineFlags(options.FlagGroup):
     def machine(self, topology: Topology) -> Machine:
         """Return this machine, with what the options say otherwise. Raises CommandFailed."""
         from gateway.local.memory import Place, memory_places
-        from gateway.workshop.fit import Machine, instruction_set
+        from gateway.workshop.fit import INSTRUCTION_SETS, Machine, instruction_set
 
         bandwidth, source = self._bandwidth(topology)
         memory, cores, numa_nodes = self.memory, self.cores, self.numa_nodes
@@ -180,13 +178,15 @@ class MachineFlags(options.FlagGroup):
             each = max(1, (cores or topology.core_count) // nodes)
         else:
             each = min(topology.threads_per_server(node) for node in topology.nodes)
-        return Machine(
-            tuple(places),
-            each,
-            self._instructions() or instruction_set(topology.processor.flags),
-            bandwidth,
-            source,
-        )
+        known = {one.lower().replace(" ", "-"): one for one in INSTRUCTION_SETS}
+        name = (self.instructions or "").lower()
+        if self.instructions is not None and name not in known:
+            raise WrongUsage(
+                f"--instructions {self.instructions}: there is no such set; known: "
+                f"{', '.join(known)}"
+            )
+        instructions = known.get(name) or instruction_set(topology.processor.flags)
+        return Machine(tuple(places), each, instructions, bandwidth, source)
 
     def _bandwidth(self, topology: Topology) -> tuple[float | None, str]:
         from gateway.workshop.fit import StreamError, bandwidth_of_modules, measure_bandwidth
@@ -201,23 +201,8 @@ class MachineFlags(options.FlagGroup):
                 return measure_bandwidth(topology), "measured on this machine"
         if channels is None or transfers is None:
             return None, "not known"
-        return (
-            bandwidth_of_modules(channels, transfers),
-            f"three quarters of the peak of {channels} channels at {transfers:g} MT/s",
-        )
-
-    def _instructions(self) -> str | None:
-        from gateway.workshop.fit import INSTRUCTION_SETS
-
-        name = self.instructions
-        if name is None:
-            return None
-        known = {one.lower().replace(" ", "-"): one for one in INSTRUCTION_SETS}
-        if name.lower() not in known:
-            raise WrongUsage(
-                f"--instructions {name}: there is no such set; known: {', '.join(known)}"
-            )
-        return known[name.lower()]
+        source = f"three quarters of the peak of {channels} channels at {transfers:g} MT/s"
+        return bandwidth_of_modules(channels, transfers), source
 
 
 def fit(
@@ -280,9 +265,8 @@ def fit(
         repacked=repacked_types({INSTRUCTION_SETS[machine.instructions].layout_flag}),
     )
     try:
-        found = compute(
-            file, gguf.model_shape(gguf.read_headers(gguf.model_parts(model))), settings, machine
-        )
+        heads = [gguf.file_header(part) for part in gguf.model_parts(model)]
+        found = compute(file, gguf.model_shape(heads), settings, machine)
     except UnknownShapeError as error:
         raise CommandFailed(
             f"{file.path}: {error}. By the rule of thumb ({MEMORY_FACTOR} x file) a server takes "
@@ -312,18 +296,14 @@ def _kv_types(text: str) -> tuple[str, str]:
     from gateway.local.embedded import KV_TYPES
 
     names = [name.strip().lower() for name in text.split(",")]
-    for name in names:
-        if name not in KV_TYPES:
-            raise WrongUsage(
-                f"--kv-type {text}: there is no such type; known: {', '.join(KV_TYPES)}"
-            )
+    if not set(names) <= set(KV_TYPES):
+        raise WrongUsage(f"--kv-type {text}: there is no such type; known: {', '.join(KV_TYPES)}")
     if len(names) > 2:
         raise WrongUsage(f"--kv-type {text}: one type, or two: of keys and of values")
     return names[0], names[-1]
 
 
 def _bytes_of(option: str, text: str) -> int:
-    """Return the bytes of a size such as `32GiB`."""
     from gateway.config.fields import parse_size
 
     try:
@@ -402,14 +382,8 @@ def remove_cache(
         (removed if gone else refused).append(entry)
     freed = sum(entry.size for entry in removed)
     if as_json:
-        terminal.print_json(
-            {
-                "removed": [_as_dict(entry) for entry in removed],
-                "in_use": [_as_dict(entry) for entry in refused],
-                "bytes": freed,
-                "dry_run": dry_run,
-            }
-        )
+        told = {"removed": [*map(_as_dict, removed)], "in_use": [*map(_as_dict, refused)]}
+        terminal.print_json({**told, "bytes": freed, "dry_run": dry_run})
     else:
         for entry in removed:
             print(f"{'would remove' if dry_run else 'removed'} {entry.name} ({_size(entry.size)})")
@@ -424,17 +398,16 @@ def remove_cache(
 def _chosen(
     entries: list[CacheEntry], names: list[str], older_than: str | None
 ) -> list[CacheEntry]:
-    """Return the entries to remove. Raises CommandFailed."""
     from gateway.config.fields import parse_duration
 
+    by_name = {entry.name: entry for entry in entries}
+    for name in names:
+        if name not in by_name:
+            raise WrongUsage(
+                f"{name}: the cache holds nothing of that name, or several. Remedy: a name of "
+                "llama-gateway cache list"
+            )
     if names:
-        by_name = {entry.name: entry for entry in entries}
-        for name in names:
-            if name not in by_name:
-                raise WrongUsage(
-                    f"{name}: the cache holds nothing of that name, or several. Remedy: a name of "
-                    "llama-gateway cache list"
-                )
         return [by_name[name] for name in dict.fromkeys(names)]
     if older_than is None:
         return entries
@@ -448,14 +421,12 @@ def _chosen(
 
 
 def _row(entry: CacheEntry) -> list[tuple[str, object]]:
-    size = _size(entry.size)
-    if entry.expected:
-        size += f" of {_size(entry.expected)}"
+    expected = f" of {_size(entry.expected)}" if entry.expected else ""
     used = datetime.fromtimestamp(entry.last_used).astimezone()
     return [
         ("NAME", entry.name),
         ("KIND", entry.kind),
-        ("SIZE", size),
+        ("SIZE", _size(entry.size) + expected),
         ("LAST USED", f"{used:%Y-%m-%d %H:%M}"),
         ("IN USE", f"by {_pids(entry)}" if entry.users else "yes" if entry.locked else ""),
         ("SOURCE", entry.source),

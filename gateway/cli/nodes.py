@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, Literal, get_args
 from urllib.parse import quote
@@ -58,7 +58,12 @@ class NodeSelection(options.FlagGroup):
 
     def __init__(self, **values: Any) -> None:
         super().__init__(**{name: value or [] for name, value in values.items()})
-        self._labels = _read_labels(self.labels)
+        self._labels = set[tuple[str, str]]()
+        for text in self.labels:
+            key, equals, value = text.partition("=")
+            if not key or not equals:
+                raise WrongUsage(f"--label {text}: must be like rack=b")
+            self._labels.add((key, value))
 
     @property
     def is_filter(self) -> bool:
@@ -73,31 +78,17 @@ class NodeSelection(options.FlagGroup):
             raise CommandFailed(
                 f"there is no node {', '.join(map(repr, unknown))}: llama-gateway nodes lists them"
             )
-        found = [node for name, node in known.items() if self._means(name, node)]
+        found = [
+            node
+            for name, node in known.items()
+            if (name in self.names if self.names else not node.get("router"))
+            and (not self.hosts or node.get("host") in self.hosts)
+            and self._labels <= (node.get("labels") or {}).items()
+            and name not in self.all_but
+        ]
         if not found:
             raise CommandFailed("no node fits: llama-gateway nodes --json shows hosts and labels")
         return found
-
-    def _means(self, name: str, node: dict[str, Any]) -> bool:
-        labels = node.get("labels")
-        own = labels if isinstance(labels, Mapping) else {}
-        return (
-            (name in self.names if self.names else not node.get("router"))
-            and (not self.hosts or node.get("host") in self.hosts)
-            and all(own.get(key) == value for key, value in self._labels)
-            and name not in self.all_but
-        )
-
-
-def _read_labels(texts: Iterable[str]) -> list[tuple[str, str]]:
-    """Labels as the command line has them, `key=value`. Raises: CommandFailed."""
-    found = []
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not key or not equals:
-            raise WrongUsage(f"--label {text}: must be like rack=b")
-        found.append((key, value))
-    return found
 
 
 def nodes(
@@ -126,17 +117,15 @@ def nodes(
     """
     listing = action == "list"
     names, is_empty = selection.names, not (selection.names or selection.is_filter)
+    problem = None
     if listing and names:
-        raise typer.BadParameter("list takes no node's name", param_hint="NAME")
-    if not listing and is_empty:
-        raise typer.BadParameter(
-            f"{action} needs the name of a node, --host, --label or --all-but",
-            param_hint="NAME",
-        )
-    if names and selection.is_filter:
-        raise typer.BadParameter(
-            "name the nodes, or choose them by --host, --label and --all-but", param_hint="NAME"
-        )
+        problem = "list takes no node's name"
+    elif not listing and is_empty:
+        problem = f"{action} needs the name of a node, --host, --label or --all-but"
+    elif names and selection.is_filter:
+        problem = "name the nodes, or choose them by --host, --label and --all-but"
+    if problem is not None:
+        raise typer.BadParameter(problem, param_hint="NAME")
     if action != "drain" and (wait or deadline is not None):
         raise typer.BadParameter("only a drain has it", param_hint="--wait, --deadline")
     parameters = {} if deadline is None else {"deadline": deadline}
@@ -226,14 +215,11 @@ def _confirm(models: list[str]) -> None:
 
 
 def _list(nodes: list[dict[str, Any]], *, as_json: bool) -> None:
-    if as_json:
-        terminal.print_json({"nodes": nodes})
-    elif nodes:
-        # Of a router's models those that it could load stand in `models`.
-        shown = [one for one in nodes if one.get("state") != "unloaded" or not one.get("router")]
-        terminal.print_rows(map(_row, shown), state_column=1)
-    else:
-        terminal.print_note("the gateway has no nodes")
+    # Of a router's models those that it could load stand in `models`.
+    shown = [one for one in nodes if one.get("state") != "unloaded" or not one.get("router")]
+    nothing, told = "the gateway has no nodes", {"nodes": nodes}
+    rows = map(_row, shown or nodes)
+    terminal.print_listing(told, rows, nothing, as_json=as_json, state_column=1)
 
 
 def _row(node: dict[str, Any]) -> list[tuple[str, object]]:
@@ -255,12 +241,10 @@ def _row(node: dict[str, Any]) -> list[tuple[str, object]]:
 
 def _list_members(admin: AdminClient) -> None:
     """The machines of the gateway's cluster, if it is a member of one."""
-    cluster = None
     with suppress(CommandFailed):
-        cluster = admin.status().get("cluster")
-    if cluster:
-        print()
-        terminal.print_rows(map(_member_row, objects(cluster, "members")))
+        if cluster := admin.request("GET", "/admin/status").get("cluster"):
+            print()
+            terminal.print_rows(map(_member_row, objects(cluster, "members")))
 
 
 def _member_row(member: dict[str, Any]) -> list[tuple[str, object]]:
@@ -282,9 +266,9 @@ def _member_row(member: dict[str, Any]) -> list[tuple[str, object]]:
 
 def _dedicated(node: dict[str, Any]) -> str | None:
     """What a ready node is for, if not for chats."""
-    purpose = node.get("purpose")
     if node.get("slots_total") == 0:
         return node.get("reason")  # a router
+    purpose = node.get("purpose")
     return f"for {purpose}" if purpose in {"embeddings", "rerank"} else None
 
 
@@ -304,13 +288,9 @@ def _speed(node: dict[str, Any], key: str) -> object:
 
 
 def _summary(node: dict[str, Any]) -> str:
-    """Describe state, reason and running requests in one line."""
-    summary = format_cell(node.get("state"))
-    if node.get("reason"):
-        summary += f" ({format_cell(node['reason'])})"
-    if running := node.get("in_flight"):
-        summary += f", {format_cell(running)} running"
-    return summary
+    state, reason, running = (format_cell(node.get(x)) for x in ("state", "reason", "in_flight"))
+    told = state + (f" ({reason})" if node.get("reason") else "")
+    return told + (f", {running} running" if node.get("in_flight") else "")
 
 
 def _wait(admin: AdminClient, node: dict[str, Any], timeout: float) -> dict[str, Any]:
@@ -320,13 +300,9 @@ def _wait(admin: AdminClient, node: dict[str, Any], timeout: float) -> dict[str,
     """
     from rich.status import Status
 
-    from gateway.cli.terminal import console
-
-    name = str(node.get("name"))
-    end = time.monotonic() + timeout
-    failed = 0
-    interval = FIRST_POLL_INTERVAL
-    shown = console(sys.stderr)
+    name, end = str(node.get("name")), time.monotonic() + timeout
+    failed, interval = 0, FIRST_POLL_INTERVAL
+    shown = terminal.console(sys.stderr)
     with Status(f"{format_cell(name)}: {_summary(node)}", console=shown) as status:
         if not shown.is_terminal:
             status.stop()
@@ -339,13 +315,12 @@ def _wait(admin: AdminClient, node: dict[str, Any], timeout: float) -> dict[str,
             time.sleep(min(interval, max(0.0, end - time.monotonic())))
             interval = min(2 * interval, LONGEST_POLL_INTERVAL)
             try:
-                node = admin.node(name)
+                node, failed = admin.node(name), 0
             except CommandFailed:
                 failed += 1
                 if failed >= MOST_FAILED_POLLS:
                     raise
                 continue
-            failed = 0
             if node.get("state") not in {"draining", "standby"}:
                 raise CommandFailed(f"{name} is no longer drained: {_summary(node)}")
             status.update(f"{format_cell(name)}: {_summary(node)}")
@@ -421,27 +396,22 @@ def models(
             model = admin.request("POST", "/admin/placements", body=order)
         else:
             model = admin.request("POST", f"/admin/models/{quote(name, safe='')}/{action}")
-    if as_json:
-        terminal.print_json(model)
-        return
     if action in _ORDERS:
         state = terminal.state_in_words(model) + (", pinned" if model.get("pinned_by") else "")
-        print(f"{format_cell(model.get('name'))}: {state}; {format_cell(model.get('reason'))}")
-        return
-    print(f"{format_cell(name)}: {_state_of(model)}")
-    if action == "resume" and model.get("paused"):
+        told = f"{format_cell(model.get('name'))}: {state}; {format_cell(model.get('reason'))}"
+    else:
+        told = f"{format_cell(name)}: {_state_of(model)}"
+    terminal.print_answer(model, told, as_json=as_json)
+    if action == "resume" and model.get("paused") and not as_json:
         terminal.print_note("note: every model that it stands for is paused: resume one of them")
 
 
 def _list_models(found: dict[str, Any], *, as_json: bool) -> None:
-    if as_json:
-        terminal.print_json(found)
+    shown = objects(found, "models")
+    nothing = "no node has said yet what it serves"
+    terminal.print_listing(found, map(_model_row, shown), nothing, as_json=as_json)
+    if as_json or not shown:
         return
-    shown = [one for one in found.get("models", ()) if isinstance(one, dict)]
-    if not shown:
-        terminal.print_note("no node has said yet what it serves")
-        return
-    terminal.print_rows(map(_model_row, shown))
     placements = found.get("placements", ())
     held = [one for one in placements if one["state"] != "unloaded" or one["load_failures"]]
     if held:
@@ -468,13 +438,12 @@ def _model_row(model: dict[str, Any]) -> list[tuple[str, object]]:
 
 
 def _state_of(model: dict[str, Any]) -> str:
+    states = {state for state, count in model["nodes"].items() if count}
     if model["paused"]:
         return "paused"
-    nodes = model["nodes"]
-    if any(nodes.get(state) for state in ("ready", "degraded", "mute", "sleeping")):
+    if states & {"ready", "degraded", "mute", "sleeping"}:
         return "served"
-    on_demand = any(nodes.get(state) for state in ("unloaded", "unloading", "loading"))
-    return "on demand" if on_demand else "no node"
+    return "on demand" if states & {"unloaded", "unloading", "loading"} else "no node"
 
 
 def _placement_row(one: dict[str, Any]) -> list[tuple[str, object]]:

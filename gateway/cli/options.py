@@ -268,22 +268,21 @@ class ProcessFlags(FlagGroup):
         """Return how the process starts over this inventory."""
         from gateway.app.startup import Options
 
-        given = {**vars(self), "settings_file": settings_file(self.config)}
-        del given["config"]
-        return Options(inventory_file, **given, read_memory=_read_memory)
+        given = {name: one for name, one in vars(self).items() if name != "config"}
+        settings = settings_file(self.config)
+        return Options(inventory_file, settings, **given, read_memory=_read_memory)
 
 
 def _read_memory(model: Path, slots: int, context: int) -> int:
-    from gateway.local.memory import file_memory
+    from gateway.local.gguf import read_model
+    from gateway.local.memory import ServerSettings, server_needs
 
-    return file_memory(model, slots, context)
+    return server_needs(read_model(model), ServerSettings(slots, context))[0]
 
 
 def settings_file(path: Path | None) -> Path | None:
     """Return the settings file: the one named, else the default one if it exists."""
-    if path is not None:
-        return path
-    return DEFAULT_CONFIG if DEFAULT_CONFIG.is_file() else None
+    return path or (DEFAULT_CONFIG if DEFAULT_CONFIG.is_file() else None)
 
 
 def examples_epilog(*lines: tuple[str, str]) -> str:

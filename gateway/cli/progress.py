@@ -102,21 +102,17 @@ class DownloadProgress(StatusProgress):
             return
         self._redraw_at = now + REDRAW_SECONDS
         began, before = self._began
-        told = describe_download(done, total, done - before, now - began)
-        self.show(f"  {told}", f"from {before}", done, total or 0)
-
-
-def describe_download(done: int, total: int | None, gained: int, seconds: float) -> str:
-    """Say how far a download is, how fast, and when it ends."""
-    speed = gained / seconds if seconds > 0 else 0.0
-    shown = format_gib(done)
-    if total:
-        shown += f" of {format_gib(total)} ({done / total:.0%})"
-    shown += f", {speed / (1 << 20):.1f} MiB/s"
-    if total and speed > 0:
-        left = (total - done) / speed
-        shown += f", about {left / 60:.0f} min left" if left >= 90 else f", about {left:.0f} s left"
-    return shown
+        speed = (done - before) / (now - began) if now > began else 0.0
+        told = f"  {format_gib(done)}"
+        if total:
+            told += f" of {format_gib(total)} ({done / total:.0%})"
+        told += f", {speed / (1 << 20):.1f} MiB/s"
+        if total and speed > 0:
+            left = (total - done) / speed
+            told += (
+                f", about {left:.0f} s left" if left < 90 else f", about {left / 60:.0f} min left"
+            )
+        self.show(told, f"from {before}", done, total or 0)
 
 
 class StartupProgress(Progress):
@@ -150,15 +146,12 @@ class StartupProgress(Progress):
             elif event.kind == "ready":
                 log.info("server ready", server=event.name, seconds=round(event.seconds, 1))
             return
-        match event.kind:
-            case "started":
-                told = f"started on {event.detail}"
-            case "loading":
-                told = "loading the model"
-            case "ready":
-                told = f"ready after {event.seconds:.1f} s"
-            case _:
-                told = f"{event.detail}, restarts in {event.seconds:g} s"
+        told = {
+            "started": f"started on {event.detail}",
+            "loading": "loading the model",
+            "ready": f"ready after {event.seconds:.1f} s",
+            "exited": f"{event.detail}, restarts in {event.seconds:g} s",
+        }[event.kind]
         if self.on_terminal:
             done = int(event.kind == "ready")
             row = self._rows[event.name]
@@ -233,7 +226,15 @@ class TuningProgress(Progress):
         self._seconds_left = left
         if each is not None and not self._estimated:
             self._estimated = True
-            self._estimate(each, left)
+            expected = self._session.search.expected_measurements()
+            whole = expected * each
+            verdict = "the time is enough"
+            if whole > left:
+                verdict = f"the time is for {int(left / each)} of them; more: --minutes"
+            self.note(
+                f"A measurement takes about {each:.0f} s, about {expected} of them "
+                f"{whole / 60:.0f} min: {verdict}."
+            )
         knob = (self._session.search.current_knob or "rule of thumb").replace("_", "-")
         self.update(self._bar, completed=self._seconds - left, description=f"{knob}: {setting}")
 
@@ -243,23 +244,11 @@ class TuningProgress(Progress):
         from gateway.workshop.tune.report import format_figures
 
         left = max(0.0, self._seconds_left - measurement.seconds) / 60
-        result, busy = f"does not run: {measurement.error}", ""
-        if measurement.figures:
-            result = format_figures(measurement.figures)
-        if (measurement.other_work or 0.0) > MOST_OTHER_WORK:
-            busy = f"; other work took {measurement.other_work:.1f} CPUs"
+        figures, other_work = measurement.figures, measurement.other_work or 0.0
+        result = format_figures(figures) if figures else f"does not run: {measurement.error}"
+        is_busy = other_work > MOST_OTHER_WORK
+        busy = f"; other work took {other_work:.1f} CPUs" if is_busy else ""
         self.note(
             f"{len(self._session.measurements):>3}. {measurement.setting}: {result} "
             f"({measurement.seconds:.0f} s, {left:.1f} min left{busy})"
-        )
-
-    def _estimate(self, each: float, left: float) -> None:
-        expected = self._session.search.expected_measurements()
-        whole = expected * each
-        verdict = "the time is enough"
-        if whole > left:
-            verdict = f"the time is for {int(left / each)} of them; more: --minutes"
-        self.note(
-            f"A measurement takes about {each:.0f} s, about {expected} of them "
-            f"{whole / 60:.0f} min: {verdict}."
         )

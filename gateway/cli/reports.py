@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -84,13 +83,11 @@ def usage(
             report = source.request("GET", "/admin/usage", given, timeout=REPORT_TIMEOUT)
     if as_csv:
         print(table, end="")
-        is_empty = table.count("\n") <= 1
+    elif as_json:
+        print_json(report)
     else:
-        is_empty = not report["rows"]
-        if as_json:
-            print_json(report)
-        else:
-            _show(report)
+        _show(report)
+    is_empty = table.count("\n") <= 1 if as_csv else not report["rows"]
     if is_empty:
         print_note(f"no request ended since {time_text(query.since)} (until {until or 'now'})")
 
@@ -128,29 +125,24 @@ _PERCENTILE_COLUMNS = (
 
 
 def _show(report: dict[str, Any]) -> None:
-    """Print the table and what the machines cost, for people."""
     by, rows, total = report["by"], report["rows"], report["total"]
     if rows:
         times = _PERCENTILE_COLUMNS if "wait_p95" in rows[0] else ()
         columns = (*_USAGE_COLUMNS, *times)
         by = [name for one in by for name in ((one, "key_name") if one == "key" else (one,))]
-        cells = [[*(row.get(name) for name in by), *_figures(row, columns)] for row in rows]
-        total |= dict.fromkeys(name for _, name in times)
-        cells.append(["total", *([None] * (len(by) - 1)), *_figures(total, columns)])
+        shown = [*rows, {**total, **dict.fromkeys(name for _, name in times), by[0]: "total"}]
+        cells = [
+            [*(row.get(name) for name in by), *(_number(row[name]) for _, name in columns)]
+            for row in shown
+        ]
         titles = ("NAME" if name == "key_name" else name.upper() for name in by)
         print_table([*titles, *(title for title, _ in columns)], cells)
-    if report["rows_found"] > len(rows):
-        print_note(f"{report['rows_found'] - len(rows)} more rows: --limit")
+    if (more := report["rows_found"] - len(rows)) > 0:
+        print_note(f"{more} more rows: --limit")
     print_note(*report["notes"])
     money = report["money"]
     if money["node_hours_cost"] or total["cost"]:
-        print()
-        for line in _money_lines(money):
-            print(line)
-
-
-def _figures(row: dict[str, Any], columns: Iterable[tuple[str, str]]) -> list[str | None]:
-    return [_number(row[name]) for _, name in columns]
+        _print_money(money)
 
 
 def _number(value: float | None) -> str | None:
@@ -162,16 +154,13 @@ def _number(value: float | None) -> str | None:
     return f"{value:.2f}" if value >= 1 else f"{value:.6f}".rstrip("0").rstrip(".")
 
 
-def _money_lines(money: dict[str, Any]) -> list[str]:
-    lines = [f"requests were charged {_number(money['cost'])}"]
+def _print_money(money: dict[str, Any]) -> None:
+    print(f"\nrequests were charged {_number(money['cost'])}")
     for tier, told in money["tiers"].items():
         parts = f"{_number(told['requests'])} requests, charged {_number(told['cost'])}"
-        if told["node_hours_cost"]:
-            parts += (
-                f"; {_number(told['node_hours'])} node hours cost "
-                f"{_number(told['node_hours_cost'])}"
-            )
-        lines.append(f"  {tier}: {parts}")
+        if cost := told["node_hours_cost"]:
+            parts += f"; {_number(told['node_hours'])} node hours cost {_number(cost)}"
+        print(f"  {tier}: {parts}")
     for name, title in (
         ("idle", "idle time of machines paid by the hour"),
         ("all_gpu", "the same requests, all on the GPU tier"),
@@ -180,8 +169,7 @@ def _money_lines(money: dict[str, Any]) -> list[str]:
     ):
         amount = money[name]
         value, reason = _number(amount["value"]), amount.get("reason")
-        lines.append(f"{title}: {value if reason is None else f'unknown ({reason})'}")
-    return lines
+        print(f"{title}: {value if reason is None else f'unknown ({reason})'}")
 
 
 MOST_SHOWN = 100_000
@@ -357,15 +345,13 @@ def _read_page(store: Store, parameters: dict[str, str], names: dict[str, str]) 
 
 
 def _request_row(row: dict[str, Any]) -> list[tuple[str, object]]:
-    outcome = row["outcome"]
-    if row["status"] >= 400 or outcome != "ok":
-        outcome = f"{row['status']} {outcome}"
+    is_ok = row["status"] < 400 and row["outcome"] == "ok"
     return [
         ("ENDED", row["ended_at"]),
         ("SECONDS", _seconds(row["seconds"])),
         ("WAIT", _seconds(row["wait_seconds"])),
         ("TTFT", _seconds(row["ttft_seconds"])),
-        ("OUTCOME", outcome),
+        ("OUTCOME", "ok" if is_ok else f"{row['status']} {row['outcome']}"),
         ("KEY", row["key_name"] or row["key"]),
         ("MODEL", row["model"]),
         ("NODE", row["node"]),

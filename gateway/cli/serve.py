@@ -105,18 +105,22 @@ def check(
         warnings.append(
             f"policy: {policy} means least_finish now, and the next release refuses it; remove it"
         )
-    checks: list[NodeCheck] = []
-    differing: list[str] = []
-    if probe:
-        checks = asyncio.run(check_nodes(found.inventory, found.settings))
-        differing = differences(checks)
+    checks = asyncio.run(check_nodes(found.inventory, found.settings)) if probe else []
+    differing = differences(checks)
     if as_json:
         result: dict[str, Any] = {"valid": True, "problems": [], "warnings": warnings}
         if probe:
             result |= {"nodes": [one.as_dict() for one in checks], "differences": differing}
         terminal.print_json(result)
     else:
-        _report(nodes, found.inventory, given.settings_file, warnings, checks)
+        count, settings = len(found.inventory.nodes), given.settings_file
+        print(f"{nodes}: valid, {count} {'node' if count == 1 else 'nodes'}")
+        missing = f"{options.DEFAULT_CONFIG}: not there, every setting has its default"
+        print(missing if settings is None else f"{settings}: valid")
+        terminal.print_note(*(f"warning: {one}" for one in warnings))
+        if checks:
+            print()
+            terminal.print_rows((one.table_row() for one in checks), state_column=1)
         for difference in differing:
             terminal.print_note(f"warning: nodes of one model differ: {difference}")
     if any(one.fails for one in checks):
@@ -128,25 +132,6 @@ def _as_dict(problem: Problem | StartProblem) -> dict[str, object]:
     if isinstance(problem, Problem):
         return {name: value for name, value in asdict(problem).items() if name != "column"}
     return {"file": None, "line": 0, **problem._asdict(), "remedy": "", "lines": []}
-
-
-def _report(
-    nodes: Path,
-    inventory: Inventory,
-    settings: Path | None,
-    warnings: list[str],
-    checks: list[NodeCheck],
-) -> None:
-    count = len(inventory.nodes)
-    print(f"{nodes}: valid, {count} {'node' if count == 1 else 'nodes'}")
-    if settings is None:
-        print(f"{options.DEFAULT_CONFIG}: not there, every setting has its default")
-    else:
-        print(f"{settings}: valid")
-    terminal.print_note(*(f"warning: {one}" for one in warnings))
-    if checks:
-        print()
-        terminal.print_rows((one.table_row() for one in checks), state_column=1)
 
 
 # `check --probe`: every node is asked for its properties, as the gateway itself does.
@@ -170,25 +155,19 @@ class NodeCheck:
     """What its server runs on its host for whoever asks (`--tools`, `--agent`)."""
 
     @property
-    def up(self) -> bool:
-        """Whether the node can take requests."""
-        return self.answer == "up"
-
-    @property
     def fails(self) -> bool:
         """Whether the node can't take requests, though the inventory lets it work."""
-        return self.spec.enabled and not self.spec.standby and not self.up
+        return self.spec.enabled and not self.spec.standby and self.answer != "up"
 
     def table_row(self) -> list[tuple[str, object]]:
         """Return the row of the table; its remarks have the tools, as a danger."""
         properties = self.properties
-        danger = ""
+        remarks = [self.detail, *self.drift, *self.hints]
         if self.tools:
-            danger = (
+            remarks.append(
                 f"its server was started with --tools or --agent: whoever reaches it can run "
                 f"{', '.join(self.tools[:MOST_NAMED_TOOLS])} on its host; start it without"
             )
-        remarks = (self.detail, *self.drift, *self.hints, danger)
         return [
             ("NAME", self.spec.name),
             ("ANSWER", self.answer),
@@ -229,7 +208,7 @@ def differences(checks: Iterable[NodeCheck]) -> list[str]:
     purposes: dict[str, dict[str, list[str]]] = {}
     for one in checks:
         spec, properties = one.spec, one.properties
-        if one.up and spec.kind == "llama.cpp":
+        if one.answer == "up" and spec.kind == "llama.cpp":
             models = properties.names if spec.models is None else tuple(spec.models)
             context = properties.context if spec.context is None else spec.context
             servers.append(ComparedServer(spec.name, models, context, properties))
@@ -261,17 +240,6 @@ async def check_nodes(inventory: Inventory, settings: Settings) -> list[NodeChec
 SLOTS_OF_A_SHARED_POOL = 4
 
 
-def _hints(spec: NodeSpec, properties: ServerProperties) -> tuple[str, ...]:
-    slots, context = properties.slots, properties.context
-    if spec.kv != "auto" or slots != SLOTS_OF_A_SHARED_POOL or context is None:
-        return ()
-    hint = (
-        f"{slots} slots of {context} tokens each, by its own words: started without -np they share "
-        f"{context} tokens; say so in the inventory (kv: shared, else kv: split)"
-    )
-    return (hint,)
-
-
 async def _check_node(spec: NodeSpec, settings: Settings) -> NodeCheck:
     import random
 
@@ -297,7 +265,13 @@ async def _check_node(spec: NodeSpec, settings: Settings) -> NodeCheck:
         seconds = node.clock() - began
         if outcome.up and spec.kind == "llama.cpp":
             outcome = await discover(node)
-        properties = node.properties
+        properties, hints = node.properties, []
+        slots, context = properties.slots, properties.context
+        if spec.kv == "auto" and slots == SLOTS_OF_A_SHARED_POOL and context is not None:
+            hints.append(
+                f"{slots} slots of {context} tokens each, by its own words: started without -np "
+                f"they share {context} tokens; say so in the inventory (kv: shared, else kv: split)"
+            )
         return NodeCheck(
             spec,
             outcome.answer.value,
@@ -305,7 +279,7 @@ async def _check_node(spec: NodeSpec, settings: Settings) -> NodeCheck:
             seconds,
             properties,
             drift=inventory_drift(spec, properties),
-            hints=_hints(spec, properties),
+            hints=tuple(hints),
             tools=await _read_tools(node) if outcome.up and spec.kind == "llama.cpp" else (),
         )
     finally:

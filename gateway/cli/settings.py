@@ -56,7 +56,8 @@ def history(
 
     ADDED and REMOVED count lines against the version before. What is on the disk now is marked.
     """
-    told = [one.describe() for one in _histories(_options(nodes, config))]
+    given = options.ProcessFlags(config=config).startup(nodes)
+    told = [one.describe() for one in _histories(given)]
     if as_json:
         print_json({"files": told})
         return
@@ -99,10 +100,9 @@ def diff(
     """
     from gateway.config.versions import difference
 
-    known = _histories(_options(nodes, config))
-    if version is None:
-        pairs = [(one, one.versions()[-1]) for one in known if one.versions()]
-    else:
+    known = _histories(options.ProcessFlags(config=config).startup(nodes))
+    pairs = [(one, one.versions()[-1]) for one in known if version is None and one.versions()]
+    if version is not None:
         pairs = [_find(known, version)]
     told = []
     for of, before in pairs:
@@ -167,12 +167,6 @@ def rollback(
         "a running gateway reads it within seconds; reload it to be told at once what it says: "
         "POST /admin/reload, the page Settings, or SIGHUP and the log"
     )
-
-
-def _options(nodes: Path, config: Path | None) -> Options:
-    from gateway.app.startup import Options
-
-    return Options(nodes, options.settings_file(config))
 
 
 def _histories(given: Options) -> list[FileHistory]:

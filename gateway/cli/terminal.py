@@ -157,10 +157,9 @@ def print_rows(
     rows: Iterable[Sequence[tuple[str, object]]], *, state_column: int | None = None
 ) -> None:
     """Print a table of rows whose cells come with the titles of their columns; no row: nothing."""
-    listed = list(rows)
-    for first in listed[:1]:
+    if listed := list(rows):
         cells = ([cell for _, cell in row] for row in listed)
-        print_table([title for title, _ in first], cells, state_column=state_column)
+        print_table([title for title, _ in listed[0]], cells, state_column=state_column)
 
 
 def make_table(
@@ -231,9 +230,9 @@ class HelpGroup(TyperGroup):
 def usage_message(error: Exception) -> str | None:
     """Return what is wrong with a command line; None where help was shown instead."""
     assert isinstance(error, UsageError)
-    message = str(error.format_message())
     if type(error).__name__ == "NoArgsIsHelpError":
         return None
+    message = str(error.format_message())
     if found := _INVALID.fullmatch(message):
         problem = found["problem"].removeprefix("Value error, ").replace("Input should", "must")
         message = f"{found['option']}: {problem}"

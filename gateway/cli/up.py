@@ -209,15 +209,12 @@ def up(
         raise WrongUsage("--models-dir and --model exclude each other: put it into the folder")
     if len(sources) > 1 and servers is not None:
         raise WrongUsage("--servers is for one model: of several, each has one server")
-    common: dict[str, Any] = {
-        "slots": slots,
-        "context": context,
-        "force_memory": force_memory,
-        "embedding": embedding,
-    }
+    common: dict[str, Any] = {"slots": slots, "context": context}
+    common |= {"force_memory": force_memory, "embedding": embedding}
     more: dict[str, Any] = {"servers": servers, "server_bin": server_bin, "mlock": mlock}
+    temporary = tempfile.TemporaryDirectory(prefix="llama-gateway-")
     try:
-        with tempfile.TemporaryDirectory(prefix="llama-gateway-") as name:
+        with failing_by(LocalFleetError), temporary as name:
             folder = Path(name)
             if models_dir is None:
                 find_server(server_bin)  # a missing program is told before a download
@@ -230,7 +227,7 @@ def up(
                 inventory_file = folder / "nodes.yaml"
                 # For the checks; the servers' real addresses replace these later.
                 nodes = [{"name": one.name, "url": "http://127.0.0.1:1"} for one in plan.specs]
-                inventory_file.write_text(_inventory_text(nodes))
+                inventory_file.write_text(json.dumps({"nodes": nodes}))
                 # Keys, their hashes for a start without the store, and usage outlive one run.
                 given = replace(
                     process.startup(inventory_file), state_dir=folder, store_dir=state_folder()
@@ -238,8 +235,6 @@ def up(
                 if plan.folder is not None:
                     given = replace(given, read_memory=plan.folder.memory)
                 status = run_event_loop(_serve(plan, given, server_port))
-    except LocalFleetError as error:
-        raise CommandFailed(str(error)) from None
     except StartError as error:
         raise CommandFailed(str(error), error.status) from None
     except KeyboardInterrupt:
@@ -332,7 +327,7 @@ async def _serve(plan: LocalFleetPlan, given: Options, server_port: int | None) 
         # gets one of them.
         with reserve_addresses(settings), progress:
             await exit_stack.enter_async_context(fleet)
-        given.inventory_file.write_text(_inventory_text(fleet.inventory()))
+        given.inventory_file.write_text(json.dumps({"nodes": fleet.inventory()}))
         inventory = await asyncio.to_thread(load_inventory, given.inventory_file)
         logs = exit_stack.enter_context(
             set_up_logging(settings.logging.level, settings.logging.format)
@@ -387,35 +382,31 @@ def _servers_of(plan: LocalFleetPlan) -> str:
     from gateway.local.plan import DEFAULT_CONTEXT
 
     spec, count = plan.specs[0], len(plan.specs)
-    more = " (--context N: more)" if spec.context == DEFAULT_CONTEXT else ""
-    if spec.is_router:
-        return f"a llama.cpp router{more}" if count == 1 else f"{count} llama.cpp routers{more}"
+    kind = "router" if spec.is_router else "server"
+    told = f"a llama.cpp {kind}" if count == 1 else f"{count} llama.cpp {kind}s"
     if len(plan.models) > 1:
         each = (f"{one.alias} with {_slots(one.slots, one.context)}" for one in plan.specs)
-        return f"{count} llama.cpp servers: {', '.join(each)}{more}"
-    servers = "a llama.cpp server" if count == 1 else f"{count} llama.cpp servers"
-    return f"{servers} with {_slots(spec.slots, spec.context)}{more}"
+        told += f": {', '.join(each)}"
+    elif not spec.is_router:
+        told += f" with {_slots(spec.slots, spec.context)}"
+    return told + (" (--context N: more)" if spec.context == DEFAULT_CONTEXT else "")
 
 
 def _slots(slots: int, context: int) -> str:
-    if slots == 1:
-        return f"1 slot of {context:,} tokens"
-    return f"{slots} slots of {context:,} tokens each"
+    return (
+        f"{slots} slots of {context:,} tokens each"
+        if slots > 1
+        else f"1 slot of {context:,} tokens"
+    )
 
 
 def _print_example(gateway: Gateway, model: str | None) -> None:
     url = gateway.public_listener.url if gateway.public_listener else ""
     key = " -H 'Authorization: Bearer YOUR-KEY'" if gateway.settings.keys else ""
     print_note(f"Serving an OpenAI-compatible API at {url}/v1 (Ctrl-C ends it). Try:")
-    body: dict[str, object] = {} if model is None else {"model": model}
-    body |= {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 40}
+    named = {} if model is None else {"model": model}
+    body = {**named, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 40}
     text = shlex.quote(json.dumps(body, ensure_ascii=False))
     print_note(f"  curl {url}/v1/chat/completions{key} -d {text}")
     if gateway.admin_listener:
         print_note(f"See the fleet at {gateway.admin_listener.url}/ or by 'llama-gateway top'.")
-
-
-def _inventory_text(nodes: list[dict[str, object]] | list[dict[str, str]]) -> str:
-    import yaml
-
-    return yaml.safe_dump({"nodes": nodes})

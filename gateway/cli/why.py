@@ -92,19 +92,14 @@ def _request(request: Json) -> Iterator[str | Table]:
     name, own = format_cell(request.get("request_id")), format_cell(request.get("id"))
     title = name if name == own else f"{name} ({own})"
     yield f"{title}: {_state(request)}"
+    labels = {"path": "", "model": "model ", "class": "class ", "caller": "caller "}
     facts = [
-        f"{label} {caller_text(request) if key == 'caller' else format_cell(request[key])}"
-        for key, label in (
-            ("path", ""),
-            ("model", "model"),
-            ("class", "class"),
-            ("caller", "caller"),
-            ("received_at", "came"),
-        )
+        label + (caller_text(request) if key == "caller" else format_cell(request[key]))
+        for key, label in (labels | {"received_at": "came "}).items()
         if request.get(key) is not None
     ]
     if facts:
-        yield "  " + ", ".join(fact.strip() for fact in facts)
+        yield "  " + ", ".join(facts)
     yield f"  {format_cell(request.get('summary'))}"
     decisions = request.get("decisions", [])
     waiting = request.get("waiting")
@@ -134,17 +129,16 @@ def _state(request: Json) -> str:
 def _decision(decision: Json, *, alone: bool) -> Iterator[str | Table]:
     """One decision; one that stands `alone` has been told in the request's summary."""
     after = f"{_seconds(decision['seconds'])} after it came"
-    kind = decision["kind"]
-    if kind != "granted":
-        yield ""
-        yield f"{format_cell(kind)}, {after}"
-        if not alone:
-            yield f"  {format_cell(decision['summary'])}"
-        return
+    is_granted = decision["kind"] == "granted"
     yield ""
-    yield f"attempt {decision['attempt']}, {after}: {format_cell(decision['node'])}"
+    if is_granted:
+        yield f"attempt {decision['attempt']}, {after}: {format_cell(decision['node'])}"
+    else:
+        yield f"{format_cell(decision['kind'])}, {after}"
     if not alone:
         yield f"  {format_cell(decision['summary'])}"
+    if not is_granted:
+        return
     prompt = decision["predicted"]["prompt_tokens"]
     yield make_table(_NODE_COLUMNS, [_node_row(one, prompt) for one in decision["nodes"]])
     left = [
@@ -159,9 +153,8 @@ def _decision(decision: Json, *, alone: bool) -> Iterator[str | Table]:
 
 def _node_row(node: Json, prompt: int) -> list[object]:
     terms = node["terms"]
-    notes = [*(["chosen"] if node["chosen"] else []), *node["doubts"]]
-    if not node["measured"]:
-        notes.append("a guess: its speed is not measured")
+    chosen = "chosen" if node["chosen"] else ""
+    guess = "" if node["measured"] else "a guess: its speed is not measured"
     return [
         node["name"],
         _seconds(node["expected_seconds"]),
@@ -169,7 +162,7 @@ def _node_row(node: Json, prompt: int) -> list[object]:
         f"{node['cached_tokens']} of {prompt}",
         *(_seconds(terms[name]) for name in ("writing", "neighbours", "doubt")),
         _slots(node, node.get("pool_used", 0), node.get("pool_tokens")),
-        "; ".join(notes),
+        "; ".join(filter(None, (chosen, *node["doubts"], guess))),
     ]
 
 

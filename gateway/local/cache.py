@@ -10,6 +10,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+# In the cache folder: demo models, downloads (a folder for each address), the servers' logs.
+DEMO_MODELS, DOWNLOADS, LOGS = "models", "downloads", "logs"
 LOCK_POLL_INTERVAL = 0.05  # seconds between two tries at a lock file
 SHARE_TIMEOUT = 5.0  # seconds; `cache list` and `cache remove` hold a file for a moment
 
@@ -27,21 +29,6 @@ def cache_folder(env: Mapping[str, str] | None = None) -> Path:
         return Path(xdg) / "llama-gateway"
     home = Path(env["HOME"]) if env.get("HOME") else Path.home()
     return home / ".cache" / "llama-gateway"
-
-
-def models_folder(cache: Path) -> Path:
-    """The folder of generated models."""
-    return cache / "models"
-
-
-def downloads_folder(cache: Path) -> Path:
-    """The folder of downloaded models: a folder for each address."""
-    return cache / "downloads"
-
-
-def logs_folder(cache: Path) -> Path:
-    """The folder of the servers' logs."""
-    return cache / "logs"
 
 
 def ensure_file(path: Path, write: Callable[[Path], None], *, timeout: float) -> Path:

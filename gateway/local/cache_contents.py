@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from gateway.local.cache import downloads_folder, file_lock, logs_folder, models_folder, unused_file
+from gateway.local.cache import DEMO_MODELS, DOWNLOADS, LOGS, file_lock, unused_file
 from gateway.local.download import read_record
 from gateway.local.gguf import model_parts
 
@@ -49,13 +49,17 @@ class CacheEntry:
 
 def cache_contents(cache: Path, sysroot: Path = ROOT) -> list[CacheEntry]:
     """Return what the cache holds, the largest first. Raises OSError."""
-    found = _with_unique_names([*_downloads(cache), *_demo_models(cache), *_other(cache)])
+    found = [*_downloads(cache), *_generated(cache)]
+    names = [entry.name for entry in found]
     users = open_files(cache, sysroot)
     rows = []
     for entry in found:
         pids = sorted({pid for path in entry.files for pid in users.get(path.resolve(), ())})
+        name = entry.name
+        if names.count(name) > 1 and entry.kind in {"model", "partial"}:
+            name += f"@{entry.files[0].parent.name[:8]}"  # a part of the address's key
         with _held(entry) as is_free:
-            rows.append(replace(entry, users=tuple(pids), locked=not is_free))
+            rows.append(replace(entry, name=name, users=tuple(pids), locked=not is_free))
     return sorted(rows, key=lambda entry: (-entry.size, entry.name))
 
 
@@ -101,14 +105,21 @@ def open_files(folder: Path, sysroot: Path = ROOT) -> dict[Path, set[int]]:
     for process in _children(sysroot / "proc"):
         if not process.name.isdecimal() or process.name == own:
             continue
-        for name in {*_descriptors(process), *_mappings(process)}:
+        names = set[str]()
+        for link in _children(process / "fd"):
+            with suppress(OSError):
+                names.add(str(link.readlink()))
+        with suppress(OSError), (process / "maps").open(errors="replace") as lines:
+            for line in lines:  # address, flags, offset, device, inode, path
+                names.update(line.rstrip("\n").split(maxsplit=5)[5:])
+        for name in names:
             if name.startswith(below):
                 found.setdefault(Path(name), set()).add(int(process.name))
     return found
 
 
 def _downloads(cache: Path) -> Iterator[CacheEntry]:
-    for folder in _children(downloads_folder(cache)):
+    for folder in _children(cache / DOWNLOADS):
         if folder.is_symlink() or not folder.is_dir() or not DOWNLOAD_FOLDER.fullmatch(folder.name):
             continue
         whole = sorted(path for path in _children(folder) if path.suffix == ".gguf")
@@ -133,14 +144,11 @@ def _downloads(cache: Path) -> Iterator[CacheEntry]:
         )
 
 
-def _demo_models(cache: Path) -> Iterator[CacheEntry]:
-    for path in _children(models_folder(cache)):
+def _generated(cache: Path) -> Iterator[CacheEntry]:
+    for path in _children(cache / DEMO_MODELS):
         if DEMO_MODEL.fullmatch(path.name) and path.is_file():
             yield CacheEntry(path.name, "demo", (path,), path.stat().st_size, _last_used(path))
-
-
-def _other(cache: Path) -> Iterator[CacheEntry]:
-    logs = [path for path in _children(logs_folder(cache)) if ".log" in path.suffixes]
+    logs = [path for path in _children(cache / LOGS) if ".log" in path.suffixes]
     measured = [path for name in MEASUREMENT_FILES if (path := cache / name).is_file()]
     kinds: tuple[tuple[Kind, list[Path]], ...] = (("logs", logs), ("measurements", measured))
     for kind, paths in kinds:
@@ -148,17 +156,6 @@ def _other(cache: Path) -> Iterator[CacheEntry]:
             size = sum(path.stat().st_size for path in paths)
             changed = max(path.stat().st_mtime for path in paths)
             yield CacheEntry(kind, kind, tuple(sorted(paths)), size, changed)
-
-
-def _with_unique_names(entries: list[CacheEntry]) -> list[CacheEntry]:
-    """Add a part of the address's key to names that several downloads have."""
-    names = [entry.name for entry in entries]
-    return [
-        replace(entry, name=f"{entry.name}@{entry.files[0].parent.name[:8]}")
-        if names.count(entry.name) > 1 and entry.kind in {"model", "partial"}
-        else entry
-        for entry in entries
-    ]
 
 
 def _last_used(path: Path) -> float:
@@ -172,18 +169,3 @@ def _children(folder: Path) -> list[Path]:
         return sorted(folder.iterdir())
     except OSError:
         return []
-
-
-def _descriptors(process: Path) -> Iterator[str]:
-    for link in _children(process / "fd"):
-        with suppress(OSError):
-            yield str(link.readlink())
-
-
-def _mappings(process: Path) -> Iterator[str]:
-    """Yield the files that a process has mapped: `address flags offset device inode path`."""
-    with suppress(OSError), (process / "maps").open(errors="replace") as lines:
-        for line in lines:
-            fields = line.rstrip("\n").split(maxsplit=5)
-            if len(fields) == 6 and fields[5].startswith("/"):
-                yield fields[5]

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from gateway.local import LocalFleetError
-from gateway.local.cache import ensure_file, models_folder
+from gateway.local.cache import DEMO_MODELS, ensure_file
 from gateway.system import install_command
 
 DemoSize = Literal["small", "medium"]
@@ -71,7 +71,7 @@ def ensure_demo_model(cache: Path, size: DemoSize = "small") -> Path:
     Several processes may call it at once: one writes, the others wait. Raises LocalFleetError
     without the `local` extra, and OSError when the folder can't be written.
     """
-    path = models_folder(cache) / f"demo-{size}-v{FILE_VERSION}.gguf"
+    path = cache / DEMO_MODELS / f"demo-{size}-v{FILE_VERSION}.gguf"
     return ensure_file(
         path, lambda part: write_model(part, DEMO_SHAPES[size]), timeout=LOCK_TIMEOUT
     )
@@ -178,20 +178,15 @@ def _tensors(
             (f"{prefix}.ffn_down.weight", down.astype(kind)),
         ]
     output = weights(len(tokens), width, LOGIT_SPREAD / width**0.5)
-    output[:, 0] = [-_penalty(token, penalties) / CONSTANT_EMBEDDING for token in tokens]
+    for row, token in enumerate(tokens):
+        usual = RARE_PENALTY if token.kind is TokenType.NORMAL else FORBIDDEN_PENALTY
+        penalty = 0.0 if token.is_word else penalties.get(token.text, usual)
+        output[row, 0] = -penalty / CONSTANT_EMBEDDING
     output[:, 1] = 0.0
     output[TOOL_CALL_BEGIN_ID, 1] = 2 * FORBIDDEN_PENALTY / TOOL_CALL_EMBEDDING
     output[TURN_END_ID, 1] = -2 * FORBIDDEN_PENALTY / TOOL_CALL_EMBEDDING
     tensors += [("output_norm.weight", ones), ("output.weight", output.astype(kind))]
     return tensors
-
-
-def _penalty(token: Token, penalties: Mapping[str, float]) -> float:
-    if token.is_word:
-        return 0.0
-    return penalties.get(
-        token.text, RARE_PENALTY if token.kind is TokenType.NORMAL else FORBIDDEN_PENALTY
-    )
 
 
 SPACE_MARK = "\u2581"  # how SentencePiece writes a space
@@ -231,16 +226,11 @@ class Token:
 
 def vocabulary() -> list[Token]:
     """Return all tokens in the order of their ids."""
-    tokens = [
-        Token("<unk>", 0.0, TokenType.UNKNOWN),
-        Token("<s>", 0.0, TokenType.CONTROL),
-        Token("</s>", 0.0, TokenType.CONTROL),
-        Token("<|im_start|>", 0.0, TokenType.CONTROL),
-        Token("<|im_end|>", 0.0, TokenType.CONTROL),
-        Token("<|use_tool|>", 0.0, TokenType.CONTROL),
-        Token("<tool_call>", 0.0, TokenType.USER_DEFINED),
-        Token("</tool_call>", 0.0, TokenType.USER_DEFINED),
-    ]
+    tokens = [Token("<unk>", 0.0, TokenType.UNKNOWN)]
+    controls = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|use_tool|>")
+    tokens += [Token(text, 0.0, TokenType.CONTROL) for text in controls]
+    marks = ("<tool_call>", "</tool_call>")
+    tokens += [Token(text, 0.0, TokenType.USER_DEFINED) for text in marks]
     tokens += [Token(f"<0x{byte:02X}>", 0.0, TokenType.BYTE) for byte in range(256)]
     words = {SPACE_MARK + word for word in WORDS}
     singles = {chr(code) for code in range(0x21, 0x7F)} | {SPACE_MARK, *"".join(words)}

@@ -31,7 +31,7 @@ import msgspec
 from gateway import __version__
 from gateway.config.errors import single_line
 from gateway.local import LocalFleetError, ModelFileError
-from gateway.local.cache import downloads_folder, file_lock
+from gateway.local.cache import DOWNLOADS, file_lock
 from gateway.local.gguf import ModelFile, least_size, part_names
 from gateway.local.memory import MIB, format_gib
 from gateway.system import replace_file
@@ -85,12 +85,9 @@ def printable(url: httpx.URL) -> str:
 
 def is_loopback(url: httpx.URL) -> bool:
     """Whether the address is of this machine, so that nobody can listen in."""
-    if url.host == "localhost":
-        return True
-    try:
+    with suppress(ValueError):
         return ip_address(url.host).is_loopback
-    except ValueError:
-        return False
+    return url.host == "localhost"
 
 
 def file_name(url: httpx.URL) -> str:
@@ -132,7 +129,7 @@ class RemoteError(LocalFleetError):
     """The file can't be read. The text names the server and what it answered."""
 
     def __init__(
-        self, message: str, *, retryable: bool = False, retry_after: float | None = None
+        self, message: str, *, retryable: bool = True, retry_after: float | None = None
     ) -> None:
         super().__init__(message)
         self.retryable = retryable  # whether a later try may help
@@ -141,9 +138,6 @@ class RemoteError(LocalFleetError):
 
 class RangeRefusedError(RemoteError):
     """The server has no such range of the file, so it must be read from its start."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, retryable=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +200,8 @@ def open_remote(
         finally:
             response.close()
         current = parse_model_url(response.headers.get("location", ""), current)
-    raise RemoteError(f"{printable(url)}: more than {MOST_REDIRECTS} redirects")
+    told = f"{printable(url)}: more than {MOST_REDIRECTS} redirects"
+    raise RemoteError(told, retryable=False)
 
 
 def describe_failure(error: httpx.HTTPError) -> RemoteError:
@@ -215,11 +210,12 @@ def describe_failure(error: httpx.HTTPError) -> RemoteError:
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
         return RemoteError(
             f"{host}: its certificate is not trusted: {single_line(str(error))}. Remedy: the PEM "
-            "file of its authority in SSL_CERT_FILE"
+            "file of its authority in SSL_CERT_FILE",
+            retryable=False,
         )
     # The texts of some errors are empty, and others quote what the server sent.
     what = single_line(str(error))[:200] or type(error).__name__
-    return RemoteError(f"{host}: {what}", retryable=True)
+    return RemoteError(f"{host}: {what}")
 
 
 def _body(response: httpx.Response, start: int) -> RemoteBody:
@@ -227,7 +223,8 @@ def _body(response: httpx.Response, start: int) -> RemoteBody:
     where, headers = printable(response.request.url), response.headers
     encoding = headers.get("content-encoding", "identity")
     if response.status_code in {200, 206} and encoding.strip().lower() != "identity":
-        raise RemoteError(f"{where}: sends the file as {single_line(encoding)}, unasked")
+        told = f"{where}: sends the file as {single_line(encoding)}, unasked"
+        raise RemoteError(told, retryable=False)
     content_range = headers.get("content-range", "").strip()
     match response.status_code:
         case 200:
@@ -465,7 +462,9 @@ class Download:
         total = known.total if body.total is None else body.total
         self._record = replace(known, total=total)
         write_record(self.target, self._record)
-        self._check_room(total)
+        if total is not None:
+            self.hooks.check_size(total)
+        self._check_limits(self.have if total is None else total)
 
     def _receive(self, chunks: Iterator[bytes]) -> None:
         hooks, total = self.hooks, self._record.total
@@ -502,7 +501,8 @@ class Download:
         self._least = least_size(part_path(self.target))
         total = self._record.total
         if self._least is not None and total is None:
-            self._check_room(self._least)
+            self.hooks.check_size(self._least)
+            self._check_limits(self._least)
         elif (self._least or 0) > (total or 0):
             raise self._cut_short()
 
@@ -517,12 +517,6 @@ class Download:
             if total is None:  # the end of the connection was the only sign of the end
                 raise self._broken_off(f"ended after {have:,} bytes, before the end of the model")
             raise self._cut_short()
-
-    def _check_room(self, size: int | None) -> None:
-        """Check before it is read that a file of this size is of use here, and has room."""
-        if size is not None:
-            self.hooks.check_size(size)
-        self._check_limits(self.have if size is None else size)
 
     def _check_limits(self, size: int) -> None:
         if self.most_bytes is not None and size > self.most_bytes:
@@ -548,7 +542,7 @@ class Download:
         self._record = SourceRecord(self._where)
 
     def _broken_off(self, how: str) -> RemoteError:
-        return RemoteError(f"{self._where}: {how}", retryable=True)
+        return RemoteError(f"{self._where}: {how}")
 
     def _cut_short(self) -> ModelFileError:
         asked = "" if self._least is None else f", but its head asks for at least {self._least:,}"
@@ -585,52 +579,41 @@ def fetch_model(
     urls = part_urls(wish.url)
     if found := _with_digest(wish, cache):
         return found
-    folder = downloads_folder(cache) / cache_key(urls[0])
+    folder = cache / DOWNLOADS / cache_key(urls[0])
     targets = [folder / file_name(url) for url in urls]
-    if not _complete(wish, targets):
-        with _only_process(folder, targets, hooks.note):
-            if not _complete(wish, targets):
-                with open_client() as client:
-                    _download_all(client, wish, urls, targets, hooks, check_fits)
-    return targets[0]
-
-
-def _download_all(
-    client: httpx.Client,
-    wish: ModelWish,
-    urls: list[httpx.URL],
-    targets: list[Path],
-    hooks: DownloadHooks,
-    check_fits: Callable[[ModelFile], None],
-) -> None:
-    """Download the files that are missing; sizes count for the model as a whole."""
-    sizes = [target.stat().st_size if target.exists() else 0 for target in targets]
-    missing = [index for index, target in enumerate(targets) if not target.exists()]
-    if len(urls) > 1:
-        for index in missing:
+    if _complete(wish, targets):
+        return targets[0]
+    with _only_process(folder, targets, hooks.note), open_client() as client:
+        if _complete(wish, targets):
+            return targets[0]
+        # Sizes count for the model as a whole.
+        sizes = [target.stat().st_size if target.exists() else 0 for target in targets]
+        missing = [index for index, target in enumerate(targets) if not target.exists()]
+        for index in missing if len(urls) > 1 else ():
             with open_remote(client, urls[index], token=wish.token) as body:
                 sizes[index] = body.total or 0
-    for index in missing:
-        target = targets[index]
+        for index in missing:
 
-        def check_size(size: int, index: int = index) -> None:
-            sizes[index] = size
-            check_fits(ModelFile(targets[0], targets[0].stem, sum(sizes), None))
+            def check_size(size: int, index: int = index) -> None:
+                sizes[index] = size
+                check_fits(ModelFile(targets[0], targets[0].stem, sum(sizes), None))
 
-        later = [other for other in missing if other > index]
-        others = sum(sizes) - sizes[index]
-        digest = Download(
-            client,
-            urls[index],
-            target,
-            replace(hooks, check_size=check_size),
-            sha256=wish.sha256[index] if wish.sha256 else None,
-            token=wish.token,
-            most_bytes=None if wish.most_bytes is None else max(0, wish.most_bytes - others),
-            space_beside=sum(max(0, sizes[at] - _part_size(targets[at])) for at in later),
-        ).run()
-        if not wish.sha256:
-            hooks.note(f"{target.name} has the SHA-256 {digest}; --sha256 checks it next time")
+            later = [other for other in missing if other > index]
+            others = sum(sizes) - sizes[index]
+            digest = Download(
+                client,
+                urls[index],
+                targets[index],
+                replace(hooks, check_size=check_size),
+                sha256=wish.sha256[index] if wish.sha256 else None,
+                token=wish.token,
+                most_bytes=None if wish.most_bytes is None else max(0, wish.most_bytes - others),
+                space_beside=sum(max(0, sizes[at] - _part_size(targets[at])) for at in later),
+            ).run()
+            if not wish.sha256:
+                told = f"{targets[index].name} has the SHA-256 {digest}"
+                hooks.note(f"{told}; --sha256 checks it next time")
+    return targets[0]
 
 
 def _complete(wish: ModelWish, targets: list[Path]) -> bool:
@@ -656,7 +639,7 @@ def _with_digest(wish: ModelWish, cache: Path) -> Path | None:
     """Return a downloaded file with the digest that was asked, from whatever address."""
     if len(wish.sha256) != 1:
         return None
-    for record in sorted(downloads_folder(cache).glob("*/*.gguf.source.json")):
+    for record in sorted((cache / DOWNLOADS).glob("*/*.gguf.source.json")):
         target = record.with_name(record.name.removesuffix(".source.json"))
         found = read_record(target)
         if found is not None and found.sha256 == wish.sha256[0] and target.is_file():
@@ -688,7 +671,6 @@ def _only_process(folder: Path, targets: list[Path], note: Callable[[str], None]
 
 
 def _part_size(target: Path) -> int:
-    try:
+    with suppress(OSError):
         return part_path(target).stat().st_size
-    except OSError:
-        return 0
+    return 0

@@ -124,26 +124,22 @@ class EnergyMeter:
                     self._last_uj[index] = now_uj
             except EnergyUnavailableError as error:
                 self.failure = str(error)
-        return None if self.failure is not None else self.counted
-
-    @property
-    def counted(self) -> float:
-        """Joules up to the last reading."""
-        return sum(self._total_uj) * MICROJOULES
+        return sum(self._total_uj) * MICROJOULES if self.failure is None else None
 
     @asynccontextmanager
     async def sampling(self) -> AsyncGenerator[None, None]:
         """Read the counters often enough within this context, however long it lasts."""
-        task = asyncio.create_task(self._keep_reading())
+
+        async def keep_reading() -> None:
+            while self.joules() is not None:  # noqa: ASYNC110 - nothing tells that one advances
+                await asyncio.sleep(self.longest_interval)
+
+        task = asyncio.create_task(keep_reading())
         try:
             yield
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-
-    async def _keep_reading(self) -> None:
-        while self.joules() is not None:  # noqa: ASYNC110 - nothing tells when a counter advances
-            await asyncio.sleep(self.longest_interval)
 
 
 def open_meter(sysroot: Path = ROOT) -> EnergyMeter:

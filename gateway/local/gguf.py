@@ -343,13 +343,15 @@ def model_shape(headers: Sequence[Header]) -> ModelShape:
         raise UnknownShapeError(f"{keys.name('block_count')} is {blocks} (at most {MOST_LAYERS})")
     layers = tuple(_layers(keys, blocks))
     widths = ("feed_forward_length", "expert_feed_forward_length")
-    hidden = max(width for key in widths for width in keys.each(key, blocks))
+    shapes = (one.shape for one in tensors if one.name == "token_embd.weight")
+    told = keys.optional("vocab_size") or 0
+    vocabulary = next((shape[1] for shape in shapes if len(shape) == 2), told)
     return ModelShape(
         architecture=keys.architecture,
         width=keys.required("embedding_length"),
         heads=max(keys.each("attention.head_count", blocks)),
-        feed_forward=hidden,
-        vocabulary=_vocabulary(keys, tensors),
+        feed_forward=max(width for key in widths for width in keys.each(key, blocks)),
+        vocabulary=min(vocabulary, MOST_ELEMENTS),
         experts=keys.optional("expert_count") or 0,
         experts_used=max(keys.each("expert_used_count", blocks)),
         trained_context=keys.optional("context_length"),
@@ -399,9 +401,8 @@ class _Keys:
 
     def flags(self, key: str, layers: int) -> list[bool] | None:
         """Return a truth value for each layer; None where the key is no array."""
-        if not isinstance(self._metadata.get(self.name(key)), tuple):
-            return None
-        return [bool(one) for one in self.each(key, layers)]
+        is_array = isinstance(self._metadata.get(self.name(key)), tuple)
+        return [bool(one) for one in self.each(key, layers)] if is_array else None
 
     def _checked(self, key: str, found: object) -> int:
         if not isinstance(found, int) or not 0 <= found < MOST_ELEMENTS:
@@ -412,13 +413,19 @@ class _Keys:
 def _layers(keys: _Keys, blocks: int) -> list[Layer]:
     if keys.architecture in STATE_SPACES:
         return [Layer(state_bytes=_state_bytes(keys))] * blocks
-    attention = _attention(keys, blocks)
-    recurrent = _recurrent(keys, blocks)
+    layers = _attention(keys, blocks)
+    recurrent = [False] * blocks
     if keys.architecture in PARALLEL_HYBRIDS:
-        attention = [replace(layer, state_bytes=_state_bytes(keys)) for layer in attention]
+        layers = [replace(layer, state_bytes=_state_bytes(keys)) for layer in layers]
+    elif keys.architecture in HYBRIDS:
+        recurrent = [not count for count in keys.each("attention.head_count_kv", blocks)]
+    elif keys.architecture in INTERVAL_HYBRIDS:
+        told = keys.flags("attention.recurrent_layers", blocks)
+        interval = keys.optional("full_attention_interval") or 4
+        recurrent = told or [(number + 1) % interval != 0 for number in range(blocks)]
     trained = blocks - (keys.optional("nextn_predict_layers") or 0)  # the others draft, if at all
     return [
-        Layer(state_bytes=_state_bytes(keys)) if recurrent[number] else attention[number]
+        Layer(state_bytes=_state_bytes(keys)) if recurrent[number] else layers[number]
         for number in range(trained)
     ]
 
@@ -465,16 +472,6 @@ def _windows(keys: _Keys, blocks: int) -> list[int | None]:
     return [window if slides else None for slides in pattern]
 
 
-def _recurrent(keys: _Keys, blocks: int) -> list[bool]:
-    if keys.architecture in HYBRIDS:
-        return [not count for count in keys.each("attention.head_count_kv", blocks)]
-    if keys.architecture in INTERVAL_HYBRIDS:
-        told = keys.flags("attention.recurrent_layers", blocks)
-        interval = keys.optional("full_attention_interval") or 4
-        return told or [(number + 1) % interval != 0 for number in range(blocks)]
-    return [False] * blocks
-
-
 def _state_bytes(keys: _Keys) -> int:
     """Return the bytes of a layer's state (`llama_hparams::n_embd_r` and `n_embd_s`)."""
     if length := keys.optional("shortconv.l_cache"):
@@ -482,13 +479,6 @@ def _state_bytes(keys: _Keys) -> int:
     inner, state = keys.required("ssm.inner_size"), keys.required("ssm.state_size")
     convolved = inner + 2 * (keys.optional("ssm.group_count") or 0) * state
     return STATE_BYTES * ((keys.required("ssm.conv_kernel") - 1) * convolved + inner * state)
-
-
-def _vocabulary(keys: _Keys, tensors: Sequence[Tensor]) -> int:
-    for tensor in tensors:
-        if tensor.name == "token_embd.weight" and len(tensor.shape) == 2:
-            return min(tensor.shape[1], MOST_ELEMENTS)
-    return keys.optional("vocab_size") or 0
 
 
 PART_NAME = re.compile(r"^(?P<stem>.+)-\d{5}-of-(?P<parts>\d{5})\.gguf$")
@@ -510,8 +500,12 @@ class ModelFile:
 def read_model(path: Path, name: str | None = None) -> ModelFile:
     """Read the model at `path`. Raises ModelFileError with the file and the remedy."""
     parts = model_parts(path)
-    sizes = [_size(part, len(parts)) for part in parts]
-    heads = read_headers(parts)
+    try:
+        sizes = [part.stat().st_size for part in parts]
+    except OSError as error:
+        of = f" (of {len(parts)} files)" if len(parts) > 1 else ""
+        raise ModelFileError(f"{error.filename}: {_why(error)}{of}") from error
+    heads = [file_header(part) for part in parts]
     for part, size, head in zip(parts, sizes, heads, strict=True):
         if size < head.least_size:
             raise ModelFileError(
@@ -540,16 +534,11 @@ def least_size(path: Path) -> int | None:
     Raises ModelFileError for a file that is no model, however much of it is missing.
     """
     try:
-        return _header(path).least_size
+        return file_header(path).least_size
     except ModelFileError as error:
         if isinstance(error.__cause__, EndsEarlyError):
             return None
         raise
-
-
-def read_headers(parts: list[Path]) -> list[Header]:
-    """Read the header of each file of a model. Raises ModelFileError."""
-    return [_header(part) for part in parts]
 
 
 def part_names(name: str) -> list[str]:
@@ -566,15 +555,8 @@ def model_parts(path: Path) -> list[Path]:
     return [path.with_name(name) for name in part_names(path.name)] or [path]
 
 
-def _size(part: Path, parts: int) -> int:
-    try:
-        return part.stat().st_size
-    except OSError as error:
-        of = f" (of {parts} files)" if parts > 1 else ""
-        raise ModelFileError(f"{part}: {_why(error)}{of}") from error
-
-
-def _header(path: Path) -> Header:
+def file_header(path: Path) -> Header:
+    """Read the header of a file of a model. Raises ModelFileError."""
     try:
         with path.open("rb") as file:
             return read_header(file)

@@ -14,9 +14,9 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 from gateway.local import LocalFleetError, MemoryShortError
@@ -46,12 +46,12 @@ PROCESS_BYTES = 40 * MIB
 VOCABULARY_BYTES = 250
 # The types that llama.cpp copies into another layout for the CPU's instructions, by a multiple of
 # rows (`ggml_repack_get_optimal_repack_type`): the copy is memory of its own beside the file.
-REPACKED_BY_AVX2 = MappingProxyType({"q4_0": 8, "q4_k": 8, "iq4_nl": 8, "mxfp4": 8})
-REPACKED_BY_AVX512 = MappingProxyType({**REPACKED_BY_AVX2, "q2_k": 8})
-
-REPACKED_BY_DOT_PRODUCT = MappingProxyType(
-    {"q4_0": 4, "q4_k": 8, "q5_k": 8, "q6_k": 8, "iq4_nl": 4, "mxfp4": 4, "q8_0": 4}
-)
+_BY_AVX2 = {"q4_0": 8, "q4_k": 8, "iq4_nl": 8, "mxfp4": 8}
+REPACKED = {  # by the kernel's flag of the processor, the best first
+    "avx512f": {**_BY_AVX2, "q2_k": 8},
+    "avx2": _BY_AVX2,
+    "asimddp": {"q4_0": 4, "q4_k": 8, "q5_k": 8, "q6_k": 8, "iq4_nl": 4, "mxfp4": 4, "q8_0": 4},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,9 @@ def server_memory(shape: ModelShape, settings: ServerSettings) -> ServerMemory:
 
 def slot_bytes(shape: ModelShape, settings: ServerSettings) -> int:
     """Return the bytes of one slot's KV cache."""
-    return sum(_row_bytes(layer, settings) * _cells(layer, settings) for layer in shape.layers)
+    return sum(
+        _row_bytes(layer, settings) * _cells(layer.window, settings) for layer in shape.layers
+    )
 
 
 def compute_bytes(shape: ModelShape, settings: ServerSettings) -> int:
@@ -133,9 +135,8 @@ def compute_bytes(shape: ModelShape, settings: ServerSettings) -> int:
     alive = max(3 * shape.feed_forward * at_once + 5 * width, 8 * width)
     if shape.experts:
         alive = max(alive, (2 * at_once + 6) * width)
-    mask = 2 * tokens * _padded(settings.context)
-    windows = {layer.window for layer in shape.layers if layer.window is not None}
-    mask += sum(2 * tokens * _window_cells(window, settings) for window in windows)
+    windows = {None, *(layer.window for layer in shape.layers)}
+    mask = sum(2 * tokens * _cells(window, settings) for window in windows)
     work = 2 * tokens * max(shape.feed_forward, width)
     logits = 4 * settings.slots * (shape.vocabulary + width)
     return 4 * tokens * alive + mask + work + 2 * logits
@@ -151,13 +152,7 @@ def is_repacked(tensor: Tensor, repacked: Mapping[str, int]) -> bool:
 
 def repacked_types(flags: Collection[str]) -> Mapping[str, int]:
     """Return the types that are copied on a processor with these kernel flags."""
-    if "avx512f" in flags:
-        return REPACKED_BY_AVX512
-    if "avx2" in flags:
-        return REPACKED_BY_AVX2
-    if "asimddp" in flags:
-        return REPACKED_BY_DOT_PRODUCT
-    return MappingProxyType({})
+    return next((types for flag, types in REPACKED.items() if flag in flags), {})
 
 
 def weights_by_type(shape: ModelShape) -> dict[str, int]:
@@ -184,14 +179,9 @@ def _row_bytes(layer: Layer, settings: ServerSettings) -> int:
     )
 
 
-def _cells(layer: Layer, settings: ServerSettings) -> int:
-    if layer.window is None:
-        return _padded(settings.context)
-    return _window_cells(layer.window, settings)
-
-
-def _window_cells(window: int, settings: ServerSettings) -> int:
-    return _padded(min(_padded(settings.context), window + settings.micro_batch))
+def _cells(window: int | None, settings: ServerSettings) -> int:
+    whole = _padded(settings.context)
+    return whole if window is None else _padded(min(whole, window + settings.micro_batch))
 
 
 def _checkpoint_bytes(layer: Layer, settings: ServerSettings) -> int:
@@ -218,14 +208,13 @@ def memory_needed(model_size: int) -> int:
 def server_needs(model: ModelFile, settings: ServerSettings) -> tuple[int, str]:
     """Return the bytes that a server of the model needs, and in words what they rest on.
 
-    For a model whose shape is not known, it is the rule of thumb.
+    For a model whose shape is not known, it is the rule of thumb; else it is within 3 % of real
+    servers (docs/fit.md).
     """
     if model.shape is not None:
-        try:
+        # Else the server itself will say why it refuses these settings.
+        with suppress(UnknownShapeError):
             found = server_memory(model.shape, settings)
-        except UnknownShapeError:
-            pass  # the server itself will say why it refuses these settings
-        else:
             slots = "1 slot" if settings.slots == 1 else f"{settings.slots} slots"
             return found.needed, (
                 f"weights {format_gib(found.weights)}, {slots} of {settings.context} tokens "
@@ -233,15 +222,6 @@ def server_needs(model: ModelFile, settings: ServerSettings) -> tuple[int, str]:
                 f"{format_gib(found.needed - found.weights - found.kv_cache - found.states)}"
             )
     return memory_needed(model.size), f"{MEMORY_FACTOR} x model"
-
-
-def file_memory(path: Path, slots: int, context: int) -> int:
-    """Return the bytes that a server of the model at `path` needs, by `up`'s settings.
-
-    `context`: tokens of one slot. Raises ModelFileError. Within 3 % of real servers where the
-    model's shape is known (docs/fit.md), else the rule of thumb.
-    """
-    return server_needs(read_model(path), ServerSettings(slots, context))[0]
 
 
 class Place(NamedTuple):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple, TypedDict, Unpack
 
 from gateway.local import LocalFleetError, MemoryShortError, ModelFileError, memory
-from gateway.local.cache import cache_folder, logs_folder
+from gateway.local.cache import LOGS, cache_folder
 from gateway.local.demo_model import DEMO_MODEL_NAME, ensure_demo_model
 from gateway.local.embedded import batch_sizes, packaged_openmp, system_has_openmp
 from gateway.local.gguf import PART_NAME, ModelFile, model_parts, read_model
@@ -96,7 +96,7 @@ def plan_local_fleet(
     if specs[0].mlock:
         for one in models:
             memory.check_memlock(one, read_memlock_limit())
-    return LocalFleetPlan(tuple(models), not model, specs, binary, logs_folder(cache))
+    return LocalFleetPlan(tuple(models), not model, specs, binary, cache / LOGS)
 
 
 def plan_folder_fleet(
@@ -126,7 +126,7 @@ def plan_folder_fleet(
         for spec in specs
     )
     folder = ModelFolder(
-        path,
+        path.absolute(),
         preset,
         server_settings(specs[0]),
         min(spec.memory or 0 for spec in specs),
@@ -146,7 +146,7 @@ def plan_folder_fleet(
     if specs[0].mlock:
         for model in folder.models.values():
             memory.check_memlock(model.file, memory.memlock_limit())
-    return LocalFleetPlan((), False, specs, binary, logs_folder(cache_folder()), folder)
+    return LocalFleetPlan((), False, specs, binary, cache_folder() / LOGS, folder)
 
 
 # Where `make llama-server` of a checkout puts it (setup/llama_server.py).
@@ -370,9 +370,6 @@ class ModelFolder:
     _marks: dict[Path, object] = field(default_factory=dict)
     """By which a file that has changed is known."""
 
-    def __post_init__(self) -> None:
-        self.folder = self.folder.absolute()
-
     def memory(self, path: Path, _slots: int, _context: int) -> int:
         """Return what the model of a file takes, with its projector and its prompts.
 
@@ -386,11 +383,27 @@ class ModelFolder:
     def refresh(self) -> dict[str, list[str]] | None:
         """Read the folder, write the preset, and return what has changed. Raises OSError."""
         files = list(islice(_gguf_files(self.folder), MOST_FILES))
-        marks = {path: _mark(path) for path in files}
+        marks = dict[Path, object].fromkeys(files)
+        for path in files:
+            with suppress(OSError):
+                found = path.stat()
+                # Not when it was written: a copy keeps that of its original.
+                marks[path] = found.st_size, found.st_ino, found.st_ctime_ns
         if marks == self._marks:
             return None
         before, told = self.models, self.passed_over
-        models, passed_over = self._contents(marks)
+        models, passed_over = dict[str, FolderModel](), dict[str, str]()
+        projectors = [path for path in marks if PROJECTOR in path.name]
+        # One path for all parts of a split model.
+        others = (path for path in reversed(marks) if path not in projectors)
+        whole = {(path.parent, PART_NAME.sub(r"\1-of-\2", path.name)): path for path in others}
+        for path in (*sorted(whole.values()), *projectors):
+            read = _read_model(path, tuple(marks.get(part) for part in model_parts(path)))
+            served = read if isinstance(read, str) else self._served(read, models)
+            if isinstance(served, str):
+                passed_over[str(path.relative_to(self.folder))] = served
+            else:
+                models[served.file.name] = served
         draft = self.preset.with_suffix(".draft")
         draft.write_text("\n".join(self._section(*one) for one in models.items()), "utf-8")
         draft.replace(self.preset)  # whole, since a router may read it at any time
@@ -401,20 +414,6 @@ class ModelFolder:
             "removed": sorted(before.keys() - models.keys()),
             "not_served": sorted(f"{name}: {why}" for name, why in news),
         }
-
-    def _contents(self, marks: dict[Path, object]) -> tuple[dict[str, FolderModel], dict[str, str]]:
-        models: dict[str, FolderModel] = {}
-        passed_over: dict[str, str] = {}
-        projectors = [path for path in marks if PROJECTOR in path.name]
-        whole = {_without_part(path): path for path in reversed(marks) if path not in projectors}
-        for path in (*sorted(whole.values()), *projectors):
-            found = _read_model(path, tuple(marks.get(part) for part in model_parts(path)))
-            served = found if isinstance(found, str) else self._served(found, models)
-            if isinstance(served, str):
-                passed_over[str(path.relative_to(self.folder))] = served
-            else:
-                models[served.file.name] = served
-        return models, passed_over
 
     def _served(self, file: ModelFile, models: dict[str, FolderModel]) -> FolderModel | str:
         """Return a model as it is served, or with this projector; or why the file is not."""
@@ -474,20 +473,6 @@ def _listed(folder: Path) -> list[Path]:
 def _is_gguf(path: Path) -> bool:
     # A link to nothing is told of; what is no file, such as a pipe, may never end.
     return path.suffix == ".gguf" and (os.path.isfile(path) or not os.path.exists(path))  # noqa: PTH110, PTH113
-
-
-def _mark(path: Path) -> object:
-    with suppress(OSError):
-        found = path.stat()
-        # Not when it was written: a copy keeps that of its original.
-        return found.st_size, found.st_ino, found.st_ctime_ns
-    return None
-
-
-def _without_part(path: Path) -> Path:
-    """Return one path for all parts of a split model."""
-    match = PART_NAME.match(path.name)
-    return path.with_name(f"{match['stem']}-of-{match['parts']}") if match else path
 
 
 @lru_cache(MOST_FILES)

@@ -91,7 +91,7 @@ def find_binary(named: Path | None, search_path: str | None = None) -> ServerBin
     path = Path(found).absolute()
     try:
         status, help_text = _output(path, "--help")
-        flags = parse_flags(help_text)
+        flags = frozenset(FLAG_PATTERN.findall(help_text))
         if not {"--model", "--port", "--parallel"} <= flags:
             raise LocalFleetError(
                 f"{path}: its --help (exit status {status}) is not a llama-server's; name "
@@ -113,11 +113,6 @@ def _output(program: Path, flag: str) -> tuple[int, str]:
         check=False,
     )
     return done.returncode, (done.stdout + done.stderr).decode(errors="replace")
-
-
-def parse_flags(help_text: str) -> frozenset[str]:
-    """Return every flag that a help text names."""
-    return frozenset(FLAG_PATTERN.findall(help_text))
 
 
 def server_command(
@@ -248,10 +243,11 @@ class ServerProcess:
 
         Raises ServerStartError when the process ends, or is not ready after `timeout` seconds.
         """
-        loading = False
+        loading, problem = False, f"was not ready after {timeout:.0f} s"
         while self.clock() - self.started_at < timeout:
             if self.pid is None:
-                raise self._start_error(f"ended ({self.exit_description()}) before it was ready")
+                problem = f"ended ({self.exit_description()}) before it was ready"
+                break
             with suppress(httpx.HTTPError):
                 status = (await client.get(f"{self.url}/health")).status_code
                 if status == 200:
@@ -260,7 +256,11 @@ class ServerProcess:
                     loading = True
                     on_loading()
             await self._ended_within(READY_POLL_INTERVAL)
-        raise self._start_error(f"was not ready after {timeout:.0f} s")
+        lines = "".join(f"\n  {line}" for line in last_lines(self.log))
+        raise ServerStartError(
+            f"{self.spec.name}: the llama.cpp server {problem}; the end of its log {self.log}:"
+            f"{lines or ' nothing'}"
+        )
 
     async def wait(self) -> None:
         """Wait until the process has ended, and bound the size of its log meanwhile."""
@@ -296,13 +296,6 @@ class ServerProcess:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), limit)
         return self._process.returncode is not None
-
-    def _start_error(self, problem: str) -> ServerStartError:
-        lines = "".join(f"\n  {line}" for line in last_lines(self.log))
-        return ServerStartError(
-            f"{self.spec.name}: the llama.cpp server {problem}; the end of its log {self.log}:"
-            f"{lines or ' nothing'}"
-        )
 
 
 BASE_PORT = 8081
@@ -362,26 +355,22 @@ def open_log(path: Path) -> BinaryIO:
     return path.open("ab", buffering=0)
 
 
-def truncate_log(path: Path, limit: int = MOST_LOG_BYTES) -> bool:
+def truncate_log(path: Path, limit: int = MOST_LOG_BYTES) -> None:
     """Copy a log larger than `limit` bytes to `<name>.1`, and empty it.
 
-    Lines written during the copy are lost. Returns whether the log was that large.
+    Lines written during the copy are lost.
     """
-    if not path.exists() or path.stat().st_size <= limit:
-        return False
-    shutil.copyfile(path, _older(path))
-    os.truncate(path, 0)
-    return True
+    if path.exists() and path.stat().st_size > limit:
+        shutil.copyfile(path, _older(path))
+        os.truncate(path, 0)
 
 
 def last_lines(path: Path, count: int = 20) -> list[str]:
     """Return the last lines of a log; none where there is no log."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            return file.read(TAIL_BYTES).decode(errors="replace").splitlines()[-count:]
-    except OSError:
-        return []
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        return file.read(TAIL_BYTES).decode(errors="replace").splitlines()[-count:]
+    return []
 
 
 def _older(path: Path) -> Path:
@@ -408,7 +397,11 @@ class ServerEvent(NamedTuple):
 
 
 def inventory_entry(spec: ServerSpec, url: str) -> dict[str, Any]:
-    """Return a server as a node of an inventory."""
+    """Return a server as a node of an inventory.
+
+    All have one `host`, since they fail together with this machine, but for routers that are bound
+    to a NUMA node: its memory is what their models share.
+    """
     labels = {"numa": str(spec.numa_node), STARTED_BY: UP}
     entry: dict[str, Any] = {"name": spec.name, "url": url, "host": "localhost", "labels": labels}
     if spec.memory is not None:
@@ -423,11 +416,6 @@ def restart_backoff(last: float | None, uptime: float) -> float:
     if last is None or uptime >= BACKOFF_RESET_AFTER:
         return FIRST_BACKOFF
     return min(last * 2, LONGEST_BACKOFF)
-
-
-def _health_client() -> httpx.AsyncClient:
-    limits = httpx.Limits(max_keepalive_connections=0)
-    return httpx.AsyncClient(timeout=HEALTH_TIMEOUT, trust_env=False, limits=limits)
 
 
 @dataclass(slots=True, eq=False)
@@ -450,7 +438,7 @@ class LocalFleet:
     servers: list[ServerProcess] = field(default_factory=list)
     _claims: list[socket.socket] = field(default_factory=list)
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
-    _client: httpx.AsyncClient = field(default_factory=_health_client)
+    _client: httpx.AsyncClient = field(init=False)
 
     async def __aenter__(self) -> Self:
         """Start all servers and wait until each is ready.
@@ -458,19 +446,32 @@ class LocalFleet:
         Raises ServerStartError when one ends before that or takes longer than `start_timeout`, and
         OSError when the log folder can't be written or no port is free.
         """
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self._client = httpx.AsyncClient(timeout=HEALTH_TIMEOUT, trust_env=False, limits=limits)
         try:
-            self._claim_ports()
+            for spec in self.specs:
+                self._claims.append(claim_free_port(HOST, self.base_port))
+                port = claimed_port(self._claims[-1])
+                # Two gateways of one user share the folder, but never a port.
+                log = self.log_folder / f"{spec.name}-{port}.log"
+                self.servers.append(ServerProcess(spec, port, log, self.binary, self.clock))
             self._tasks = [asyncio.create_task(self._start(server)) for server in self.servers]
             await asyncio.gather(*self._tasks)
             self._tasks = [asyncio.create_task(self._supervise(server)) for server in self.servers]
         except BaseException:
-            await self._end()
+            await self.__aexit__()
             raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
         """End all servers: SIGTERM, and SIGKILL to those that take too long."""
-        await self._end()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(server.stop(self.stop_timeout) for server in self.servers))
+        await self._client.aclose()
+        for claim in self._claims:
+            claim.close()
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -483,20 +484,8 @@ class LocalFleet:
         return tuple(server.pid for server in self.servers)
 
     def inventory(self) -> list[dict[str, Any]]:
-        """Return the servers as nodes of an inventory, in the form of `config/nodes.yaml`.
-
-        They have one `host`, since they fail together with this machine, but for routers that are
-        bound to a NUMA node: its memory is what their models share.
-        """
+        """Return the servers as nodes of an inventory, in the form of `config/nodes.yaml`."""
         return [inventory_entry(server.spec, server.url) for server in self.servers]
-
-    def _claim_ports(self) -> None:
-        for spec in self.specs:
-            self._claims.append(claim_free_port(HOST, self.base_port))
-            port = claimed_port(self._claims[-1])
-            # Two gateways of one user share the folder, but never a port.
-            log = self.log_folder / f"{spec.name}-{port}.log"
-            self.servers.append(ServerProcess(spec, port, log, self.binary, self.clock))
 
     async def _start(self, server: ServerProcess) -> None:
         name = server.spec.name
@@ -520,12 +509,3 @@ class LocalFleet:
                 await self._start(server)
             except (ServerStartError, OSError):
                 await server.stop(self.stop_timeout)
-
-    async def _end(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(server.stop(self.stop_timeout) for server in self.servers))
-        await self._client.aclose()
-        for claim in self._claims:
-            claim.close()

@@ -208,18 +208,17 @@ class CpuCache:
 def read_processor(sysroot: Path) -> Processor:
     """Read the processor from `/proc/cpuinfo` under `sysroot`."""
     names = {key.lower(): value for key, value in read_fields(sysroot / "proc/cpuinfo").items()}
-    if "features" in names:  # Arm
-        flags = frozenset(names["features"].split())
-        wide = "asimd" in flags or names.get("cpu architecture", "") >= "8"
-        architecture = "aarch64" if wide else "arm"
-        number = f"{names.get('cpu implementer', '?')} part {names.get('cpu part', '?')}"
-        name = names.get("model name", f"maker {number}")
-        return Processor(architecture, name, _named(ARM_INSTRUCTIONS, flags), flags)
-    flags = frozenset(names.get("flags", "").split())
-    architecture = "x86_64" if "lm" in flags else "x86" if flags else ""
-    return Processor(
-        architecture, names.get("model name", ""), _named(X86_INSTRUCTIONS, flags), flags
-    )
+    is_arm = "features" in names
+    flags = frozenset(names.get("features" if is_arm else "flags", "").split())
+    if is_arm:
+        known, wide = ARM_INSTRUCTIONS, names.get("cpu architecture", "") >= "8"
+        architecture = "aarch64" if wide or "asimd" in flags else "arm"
+        other = f"maker {names.get('cpu implementer', '?')} part {names.get('cpu part', '?')}"
+    else:
+        known, other = X86_INSTRUCTIONS, ""
+        architecture = "x86_64" if "lm" in flags else "x86" if flags else ""
+    instructions = tuple(name for flag, name in known.items() if flag in flags)
+    return Processor(architecture, names.get("model name", other), instructions, flags)
 
 
 def read_caches(sysroot: Path, cpus: set[int]) -> tuple[CpuCache, ...]:
@@ -254,10 +253,6 @@ def efficiency_cpus(sysroot: Path, cpus: set[int]) -> frozenset[int]:
     }
     highest = max(capacities.values(), default=0)
     return frozenset(cpu for cpu, own in capacities.items() if own < EFFICIENCY_CAPACITY * highest)
-
-
-def _named(known: dict[str, str], flags: frozenset[str]) -> tuple[str, ...]:
-    return tuple(name for flag, name in known.items() if flag in flags)
 
 
 ROOT = Path("/")
@@ -329,7 +324,9 @@ class Topology:
 
 def read_topology(sysroot: Path = ROOT) -> Topology:
     """Read the topology under `sysroot`, which holds `sys` and `proc`."""
-    cpus = _usable_cpus(sysroot)
+    online = read_kernel_list(sysroot / "sys/devices/system/cpu/online")
+    allowed = _status(sysroot, "Cpus_allowed_list")
+    cpus = (online or allowed or {0}) & (allowed or online or {0})
     slow = efficiency_cpus(sysroot, cpus)
     machine = read_meminfo(sysroot / "proc/meminfo")
     available = machine.get("MemAvailable", machine.get("MemFree", 0))
@@ -347,14 +344,6 @@ def read_topology(sysroot: Path = ROOT) -> Topology:
         processor=read_processor(sysroot),
         caches=read_caches(sysroot, cpus),
     )
-
-
-def _usable_cpus(sysroot: Path) -> set[int]:
-    online = read_kernel_list(sysroot / "sys/devices/system/cpu/online")
-    allowed = _status(sysroot, "Cpus_allowed_list")
-    if online is None or allowed is None:
-        return online or allowed or {0}
-    return online & allowed
 
 
 def _nodes(sysroot: Path, cpus: set[int], slow: frozenset[int]) -> list[NumaNode]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import json
@@ -35,10 +34,8 @@ from tests.each_case import each_case
 
 
 def read(found: PreparedInput) -> list[dict[str, Any]]:
-    with contextlib.closing(found):
-        file = found.file
-        file.seek(0)
-        return [json.loads(line) for line in file]
+    found.file.seek(0)
+    return [json.loads(line) for line in found.file]
 
 
 def made(path: Path, template: str, problems: Problems | None = None, **options: Any) -> Any:
@@ -51,7 +48,8 @@ def test_broken_rows_are_told_by_the_line_where_they_end(
     file = tmp_path / "in.csv"
     file.write_text("id,text\na,one\nb\n,three\na,four\nc,five\n")
     problems = Problems(20)
-    lines = read(made(file, "{text}", problems, id_column="id"))
+    with made(file, "{text}", problems, id_column="id") as found:
+        lines = read(found)
     assert [line["custom_id"] for line in lines] == ["a", "c"]
     shown = capsys.readouterr().err
     assert "line 3: has 1 columns, and the header 2" in shown
@@ -75,8 +73,8 @@ def test_a_table_that_cannot_be_read_is_refused(
     monkeypatch.setattr(batch_files, "LONGEST_LINE", 1000)
     file = tmp_path / "in.csv"
     file.write_bytes(content)
-    with pytest.raises(CommandFailed) as error:
-        made(file, "{text}")
+    with pytest.raises(CommandFailed) as error, made(file, "{text}"):
+        pass
     assert (error.value.status, told in str(error.value)) == (2, True), str(error.value)
 
 
@@ -91,12 +89,11 @@ def test_only_regular_texts_of_a_folder_are_taken(
     (tmp_path / "below").mkdir()
     os.mkfifo(tmp_path / "pipe")
     strict = Problems(20)
-    found = made(tmp_path, "{text}", strict, largest_text=100, strict=True)
-    found.close()
-    assert (found.lines, found.skipped, strict.count) == (2, 0, 5)
-    found = made(tmp_path, "{text}", largest_text=100)
-    assert found.skipped == 5
-    assert [line["custom_id"] for line in read(found)] == ["a.txt", "b.txt"]
+    with made(tmp_path, "{text}", strict, largest_text=100, strict=True) as found:
+        assert (found.lines, found.skipped, strict.count) == (2, 0, 5)
+    with made(tmp_path, "{text}", largest_text=100) as found:
+        assert found.skipped == 5
+        assert [line["custom_id"] for line in read(found)] == ["a.txt", "b.txt"]
     shown = capsys.readouterr().err
     for name, told in (
         ("large.txt", "is larger than 100 bytes"), ("binary", "is no text"),
@@ -129,8 +126,11 @@ def test_options_that_do_not_fit_are_wrong_usage(
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
     Path("ids.csv").write_text("id,text\na,b\n")
-    with pytest.raises(CommandFailed) as error:
-        prepare(source, InputFlags(**options), Problems(20))
+    with (
+        pytest.raises(CommandFailed) as error,
+        prepare(source, InputFlags(**options), Problems(20)),
+    ):
+        pass
     assert (error.value.status in {1, 2}, told in str(error.value)) == (True, True), error
 
 

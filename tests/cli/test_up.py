@@ -29,8 +29,9 @@ import yaml
 from structlog.testing import capture_logs
 
 from gateway.cli.progress import StartupProgress
-from gateway.local.cache import downloads_folder
-from gateway.local.memory import file_memory
+from gateway.local.cache import DOWNLOADS
+from gateway.local.gguf import read_model
+from gateway.local.memory import ServerSettings, server_needs
 from gateway.local.server import ServerEvent, server_environment
 from tests.cli.running import refusal, run_on_terminal, run_process
 from tests.each_case import each_case
@@ -245,7 +246,8 @@ class TestServing:
             assert (await it.listed("nodes"))["local-0/a"]["slots_total"] == 3
             # What the files need and what prompts may take: known without a load.
             needed = {one["memory"] for one in (await it.listed("placements")).values()}
-            assert min(needed) > file_memory(demo_model(), 3, 4096) + (1 << 20)
+            alone, _ = server_needs(read_model(demo_model()), ServerSettings(3, 4096))
+            assert min(needed) > alone + (1 << 20)
             part = folder / "c.part"
             shutil.copyfile(demo_model(), part)
             part.rename(folder / "c.gguf")
@@ -451,7 +453,7 @@ def with_token(
 
 
 def parts(environment: dict[str, str]) -> list[Path]:
-    return list(downloads_folder(Path(environment["LLAMA_GATEWAY_CACHE"])).glob("*/*.part"))
+    return list(Path(environment["LLAMA_GATEWAY_CACHE"], DOWNLOADS).glob("*/*.part"))
 
 
 @pytest.mark.real

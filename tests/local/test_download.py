@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from gateway.local import LocalFleetError, MemoryShortError
-from gateway.local.cache import downloads_folder, file_lock
+from gateway.local.cache import DOWNLOADS, file_lock
 from gateway.local.download import (
     MOST_FAILURES,
     MOST_REDIRECTS,
@@ -103,7 +103,7 @@ class Downloads:
 
     def place(self, path: str = "/m.gguf?sig=hunter2") -> Path:
         url = httpx.URL(self.server.origin + path)
-        return downloads_folder(self.cache) / cache_key(url) / file_name(url)
+        return self.cache / DOWNLOADS / cache_key(url) / file_name(url)
 
     @property
     def target(self) -> Path:

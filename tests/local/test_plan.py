@@ -18,7 +18,6 @@ from gateway.local.memory import (
     MEMORY_RESERVE,
     MIB,
     ServerSettings,
-    file_memory,
     server_needs,
 )
 from gateway.local.plan import (
@@ -364,7 +363,8 @@ def test_the_preset_says_how_each_model_is_started(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3  # no draft is left
     told = found.memory(tmp_path / "a.gguf", 3, 4096)
     cache, projector = 18 * MIB, (tmp_path / "mmproj-a.gguf").stat().st_size
-    assert told == file_memory(tmp_path / "a.gguf", 3, 4096) + cache + projector
+    alone, _ = server_needs(read_model(tmp_path / "a.gguf"), ServerSettings(3, 4096))
+    assert told == alone + cache + projector
     with pytest.raises(ValueError, match="is not served"):
         found.memory(tmp_path / "gone.gguf", 3, 4096)
 

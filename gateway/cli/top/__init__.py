@@ -76,29 +76,23 @@ def _print(picture: FleetPicture, *, as_json: bool) -> None:
     from gateway.cli.top import fleet
 
     if as_json:
-        print_json(
-            {
-                "at": picture.at,
-                "summary": picture.summary,
-                "problems": picture.problems,
-                "nodes": list(picture.nodes.values()),
-                "waiting": [
-                    {"class": name, "model": model, "waited": waited, "expected_start": start}
-                    for name, model, waited, start, *_ in picture.waiting
-                ],
-                "requests": None if picture.requests is None else list(picture.requests.values()),
-            }
-        )
+        requests, keys = picture.requests, ("class", "model", "waited", "expected_start")
+        told = {
+            "at": picture.at,
+            "summary": picture.summary,
+            "problems": picture.problems,
+            "nodes": list(picture.nodes.values()),
+            "waiting": [dict(zip(keys, one, strict=False)) for one in picture.waiting],
+            "requests": None if requests is None else list(requests.values()),
+        }
+        print_json(told)
         return
     print(fleet.headline(picture))
     for severity, words in fleet.problem_lines(picture, len(picture.problems)):
         print(f"{severity}: {words}")
     print()
-    print_table(
-        [column.title for column in fleet.NODE_COLUMNS],
-        [line.cells for line in fleet.node_lines(picture)],
-        state_column=1,
-    )
+    titles = [column.title for column in fleet.NODE_COLUMNS]
+    print_table(titles, [line.cells for line in fleet.node_lines(picture)], state_column=1)
     if picture.waiting:
         print()
         print_table(fleet.QUEUE_TITLES, [line.cells for line in fleet.queue_lines(picture)])
@@ -106,7 +100,5 @@ def _print(picture: FleetPicture, *, as_json: bool) -> None:
         print_note("requests are shown to keys of the role operator")
     elif picture.requests:
         print()
-        columns = fleet.request_columns(picture.at)
-        print_table(
-            [column.title for column in columns], [x.cells for x in fleet.request_lines(picture)]
-        )
+        titles = [column.title for column in fleet.request_columns(picture.at)]
+        print_table(titles, [line.cells for line in fleet.request_lines(picture)])

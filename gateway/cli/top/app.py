@@ -320,11 +320,8 @@ class Top(App[None]):
         if name is None:
             return
         done = {"drain": "drained", "resume": "resumed", "probe": "probed"}[action]
-
-        def act() -> None:
-            send = partial(self._admin.node_action, name, action)
-            self._ask(send, lambda _: self._tell(f"{done} {name}"))
-
+        send = partial(self._admin.node_action, name, action)
+        act = partial(self._ask, send, lambda _: self._tell(f"{done} {name}"))
         if action == "drain":
             running = self.picture.nodes.get(name, {}).get("in_flight") or 0
             question = f"Drain {name}? It gets no new requests; {running} that run may end."
@@ -341,7 +338,7 @@ class Top(App[None]):
         question = f"Cancel the request {row.get('request_id', id_)} of {caller_text(row)}?"
         send = partial(self._admin.request, "DELETE", f"/admin/requests/{quote(id_, safe='')}")
         done = f"cancelled {row.get('request_id')}"
-        self._confirm(question, lambda: self._ask(send, lambda _: self._tell(done)))
+        self._confirm(question, partial(self._ask, send, lambda _: self._tell(done)))
 
     def action_why(self) -> None:
         """Explain the request under the cursor."""
@@ -350,14 +347,13 @@ class Top(App[None]):
             self._ask(partial(self._admin.explanation, id_), self._explain)
 
     def _explain(self, found: dict[str, Any]) -> None:
-        if isinstance(self.screen, Explanation):
-            return  # A second press of the key.
         try:
             explanation = Explanation(explained(found))
         except (AttributeError, LookupError, TypeError, ValueError):
             self._tell(f"the gateway's explanation has another form ({OTHER_VERSION})")
         else:
-            self.push_screen(explanation)
+            if not isinstance(self.screen, Explanation):  # else a second press of the key
+                self.push_screen(explanation)
 
     def _confirm(self, question: str, action: Callable[[], None]) -> None:
         def answered(yes: bool | None) -> None:

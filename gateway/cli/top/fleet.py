@@ -34,10 +34,10 @@ class FleetPicture:
 
     def apply(self, event: str, data: Mapping[str, Any]) -> None:
         """Take in an event; one of another kind is ignored."""
-        if event not in {"snapshot", "update"}:
-            return
         if event == "snapshot":
             self.nodes, self.requests = {}, None
+        elif event != "update":
+            return
         self.at = data.get("at") or self.at
         self.summary = data.get("summary") or self.summary
         self.problems = data.get("problems", self.problems)
@@ -122,9 +122,8 @@ def _busy(row: Row) -> str:
 
 
 def _reason(row: Row) -> str:
-    if drift := row.get("drift"):
-        return format_cell(drift)
-    return "" if row.get("state") == "ready" else format_cell(row.get("reason"))
+    reason = "" if row.get("state") == "ready" else format_cell(row.get("reason"))
+    return format_cell(row["drift"]) if row.get("drift") else reason
 
 
 def _labels(row: Row) -> str:
@@ -229,9 +228,7 @@ def duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f}s" if seconds < 10 else f"{seconds:.0f}s"
     minutes, rest = divmod(int(seconds), 60)
-    if minutes < 60:
-        return f"{minutes}m{rest:02d}s"
-    return f"{minutes // 60}h{minutes % 60:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
 
 
 def _seconds(value: float | None) -> str:
@@ -260,19 +257,14 @@ def headline(picture: FleetPicture) -> str:
         shares = "+".join(f"{100 * one['cpu_share']:.0f}" for one in edges)
         streams = "+".join(str(one["streams"]) for one in edges)
         parts.append(f"edges {streams} requests, {shares} % CPU")
-    if cluster := get("cluster"):
-        parts.append(_cluster_words(cluster))
+    if cluster := get("cluster"):  # who leads, and what each member's edges serve
+        told = [
+            f"{format_cell(one.get('name'))} {format_cell(one.get('role'))} "
+            + "+".join(str(edge.get("streams")) for edge in one.get("edges") or ())
+            for one in cluster.get("members") or ()
+        ]
+        parts.append("; ".join(one.rstrip() for one in told))
     return " | ".join(parts)
-
-
-def _cluster_words(cluster: Row) -> str:
-    """Who leads, and what each member's edges serve."""
-    told = [
-        f"{format_cell(one.get('name'))} {format_cell(one.get('role'))} "
-        + "+".join(str(edge.get("streams")) for edge in one.get("edges") or ())
-        for one in cluster.get("members") or ()
-    ]
-    return "; ".join(one.rstrip() for one in told)
 
 
 def problem_lines(
@@ -282,18 +274,14 @@ def problem_lines(
 
     `commands`: the remedy's command lines as well.
     """
-    found = [
-        (format_cell(one.get("severity")), _problem_text(one, commands=commands))
-        for one in picture.problems
-    ]
-    left = len(found) - most
-    return found if left <= 0 else [*found[:most], ("notice", f"{left} more: key 4")]
-
-
-def _problem_text(problem: Row, *, commands: bool) -> str:
-    title, cause, remedy = (format_cell(problem.get(key)) for key in ("title", "cause", "remedy"))
-    whose = f" Caller: {caller_text(problem)}." if problem.get("caller") else ""
-    text = f"{title}: {cause}{whose} Do: {remedy}"
-    if commands and (lines := problem.get("commands")):
-        text += " Run: " + "; ".join(format_cell(line) for line in lines)
-    return text
+    found = []
+    for one in picture.problems[:most]:
+        told = (format_cell(one.get(key)) for key in ("severity", "title", "cause", "remedy"))
+        severity, title, cause, remedy = told
+        whose = f" Caller: {caller_text(one)}." if one.get("caller") else ""
+        text = f"{title}: {cause}{whose} Do: {remedy}"
+        if commands and (lines := one.get("commands")):
+            text += " Run: " + "; ".join(format_cell(line) for line in lines)
+        found.append((severity, text))
+    left = len(picture.problems) - most
+    return found if left <= 0 else [*found, ("notice", f"{left} more: key 4")]
