@@ -143,7 +143,7 @@ class NodeEndpoints:
         """End a drain."""
         node = self._find(request)
         self.drain_deadlines.cancel(node.name)
-        self.fleet.resume(node.name)
+        self.fleet.drain(node.name, draining=False)
         await self.fleet.save_orders()
         return JsonResponse(self._object(node))
 

@@ -105,11 +105,9 @@ class Speed:
 
     def learn(self, sample: SpeedSample) -> None:
         """Learn from what one answer has shown."""
-        rate = sample.prefill
-        if rate is not None:
+        if (rate := sample.prefill) is not None:
             self._prefill.learn(1 / rate.tokens, rate.low, rate.high, rate.tokens)
-        rate = sample.decode
-        if rate is not None:
+        if (rate := sample.decode) is not None:
             self._decode.learn((sample.busy_slots or 1.0) - 1, rate.low, rate.high, rate.tokens)
         self._update()
         self.samples += 1
@@ -168,10 +166,8 @@ class Speed:
         self.version += 1
         prior = self.calibrated or self.prior
         prefill, decode = self._prefill.line, self._decode.line
-        if prefill is not None:
-            self.prefill_tps = self.expected_prefill_tps = 1 / prefill.level
-        else:
-            self.prefill_tps, self.expected_prefill_tps = None, prior.prefill_tps
+        self.prefill_tps = None if prefill is None else 1 / prefill.level
+        self.expected_prefill_tps = self.prefill_tps or prior.prefill_tps
         if decode is not None:
             self.decode_tps = 1 / decode.level
             self.token_base, self.token_step = decode.level, decode.slope
@@ -364,12 +360,8 @@ def _number(timings: Mapping[str, object], key: str) -> float:
     value = timings.get(key)
     if type(value) is float:
         return value
-    if type(value) is not int:
-        return _NAN
-    try:
-        return float(value)
-    except OverflowError:
-        return _NAN
+    # Far larger numbers are no time and no count, and the largest are no floats.
+    return float(value) if type(value) is int and value.bit_length() < 64 else _NAN
 
 
 MOST_TREND_STEP = 4.0  # one measurement counts as at most this factor above or below the prediction
@@ -566,8 +558,7 @@ class SpeedHistory:
 
     def watch(self, kind: tuple[int, int], rate: TokenTime, now: float) -> None:
         """Compare a span of a running request, from which no usual speed is learnt."""
-        usual = self._usual(kind)
-        if usual is not None:
+        if (usual := self._usual(kind)) is not None:
             self._judge(_share(usual, rate), usual, now)
 
     def _usual(self, kind: tuple[int, int]) -> float | None:
@@ -582,15 +573,12 @@ class SpeedHistory:
         if not self.bounded:
             return None
         busy, context = kind
-        return min(
-            [
-                known.log_seconds
-                + math.log(2) * (max(0, busy - other) / 2 + max(0, context - text))
-                for (other, text), known in self.baselines.items()
-                if not known.is_young
-            ],
-            default=None,
-        )
+        bounds = [
+            known.log_seconds + math.log(2) * (max(0, busy - other) / 2 + max(0, context - text))
+            for (other, text), known in self.baselines.items()
+            if not known.is_young
+        ]
+        return min(bounds, default=None)
 
     def _judge(self, share: float, usual: float, now: float) -> None:
         """One more request, or a span of one, had this share of the usual speed."""
@@ -659,13 +647,10 @@ class DegradationDetector:
             read = None
         if wrote is not None and (wrote.tokens < LEAST_DECODE_TOKENS or sample.busy_slots is None):
             wrote = None
-        if read is None and wrote is None:
-            return False
         before = self.degraded
         if read is not None:
-            self.prefill.learn(
-                (_size_class(read.tokens), _size_class(sample.context_tokens)), read, now
-            )
+            kind = _size_class(read.tokens), _size_class(sample.context_tokens)
+            self.prefill.learn(kind, read, now)
         if wrote is not None:
             self.decode.learn(_decode_kind(sample), wrote, now)
         return self.degraded is not before
