@@ -201,7 +201,7 @@ class NodeEndpoints:
             endpoints_refused=sorted(properties.all_refused),
             purpose=properties.purpose,
             circuit={
-                "phase": circuit.phase(now).value,
+                "phase": circuit.phase(now),
                 "failures": circuit.failures,
                 "open_for": None if open_until is None else _rounded(max(0.0, open_until - now)),
             },

@@ -17,12 +17,12 @@ avoidance and Netflix's concurrency-limits (`AIMDLimit`, `VegasLimit`, `Gradient
 
 from __future__ import annotations
 
-import enum
 import math
 import random
 import statistics
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
+from typing import Literal
 
 from gateway.config.scheduling import HealthSettings
 
@@ -35,12 +35,8 @@ LEAST_DELAY = 0.001  # least seconds to the next look, so that rounding cannot m
 KEY_REJECTED_SECONDS = 300.0  # seconds without work for a node that has rejected the gateway's key
 
 
-class CircuitPhase(enum.Enum):
-    """Which requests the circuit lets through: all, none, or one on trial."""
-
-    CLOSED = "closed"
-    OPEN = "open"
-    HALF_OPEN = "half-open"
+# Which requests a circuit lets through: all, none, or one on trial.
+CircuitPhase = Literal["closed", "open", "half-open"]
 
 
 @dataclass(slots=True)
@@ -68,8 +64,8 @@ class Circuit:
     def phase(self, now: float) -> CircuitPhase:
         """Which requests it lets through at this moment."""
         if self.open_until is None:
-            return CircuitPhase.CLOSED
-        return CircuitPhase.OPEN if now < self.open_until else CircuitPhase.HALF_OPEN
+            return "closed"
+        return "open" if now < self.open_until else "half-open"
 
     def wants_trial(self, now: float) -> bool:
         """Whether it is half-open and no request is on trial."""

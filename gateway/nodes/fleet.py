@@ -477,7 +477,6 @@ class Fleet:
         self.refresh_state(instance)
 
     def _model_changed(self, instance: Node, change: LoadChange) -> None:
-        """A router has loaded a model, or has it no longer."""
         (router, _), now = instance.routed, self._clock()
         if change.change == "loaded":
             instance.probe_history.rediscover()

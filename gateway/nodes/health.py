@@ -13,7 +13,6 @@ from http import HTTPStatus
 
 import msgspec
 
-from gateway.nodes.circuit import CircuitPhase
 from gateway.nodes.lifecycle import (
     QUICK_PROBE_DELAY,
     WAKE_SLACK,
@@ -424,39 +423,37 @@ class HealthMonitor:
             return await self._cycle()
 
     async def _run(self) -> None:
+        node = self.node
         try:
-            await self._watch()
+            while True:
+                if self._is_due():
+                    async with self._probing, self.gate:
+                        # An operator's probe may have come first.
+                        if self._is_due():
+                            await self._cycle()
+                elif self._may_read_list():
+                    self._list_due = False
+                    async with self._probing, self.gate:
+                        await self._read_models(ProbeResult(ProbeAnswer.UP, ""))
+                    self._look_again()
+                    await asyncio.sleep(LIST_PAUSE)
+                self.refresh_state(node)
+                now = node.clock()
+                due = node.probe_history.next_probe_at if node.in_service else now + MOST_SLEEP
+                due = min(due, node.next_change(now))
+                for model in node.instances.values():
+                    if model.load is not None and model.load.retry_due(now):
+                        self.refresh_state(model)
+                    due = min(due, model.next_change(now))
+                wait = 0.0 if self._may_read_list() else max(0.0, due - now)
+                self._wake.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(wait):
+                        await self._wake.wait()
         finally:
             if self._follower is not None:
                 self._follower.cancel()
                 await asyncio.gather(self._follower, return_exceptions=True)
-
-    async def _watch(self) -> None:
-        node = self.node
-        while True:
-            if self._is_due():
-                async with self._probing, self.gate:
-                    # An operator's probe may have come first.
-                    if self._is_due():
-                        await self._cycle()
-            elif self._may_read_list():
-                self._list_due = False
-                async with self._probing, self.gate:
-                    await self._read_models(ProbeResult(ProbeAnswer.UP, ""))
-                self._look_again()
-                await asyncio.sleep(LIST_PAUSE)
-            self.refresh_state(node)
-            now = node.clock()
-            due = node.probe_history.next_probe_at if node.in_service else now + MOST_SLEEP
-            due = min(due, node.next_change(now))
-            for model in node.instances.values():
-                if model.load is not None and model.load.retry_due(now):
-                    self.refresh_state(model)
-                due = min(due, model.next_change(now))
-            self._wake.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(0.0 if self._may_read_list() else max(0.0, due - now)):
-                    await self._wake.wait()
 
     def _may_read_list(self) -> bool:
         """Whether a router's list is to be read; while it is down the next probe does that."""
@@ -772,11 +769,10 @@ def judge_state(node: Node, now: float) -> tuple[NodeState, str]:
         return not_loaded
     if not history.probed:
         return NodeState.STARTING, "not probed yet"
-    phase = node.circuit.phase(now)
-    if phase is not CircuitPhase.CLOSED:
+    if (phase := node.circuit.phase(now)) != "closed":
         what_follows = (
             f"no work for about {node.circuit.open_seconds:.0f} s, then one on trial"
-            if phase is CircuitPhase.OPEN
+            if phase == "open"
             else "the next one is on trial"
         )
         failed = f"{node.circuit.failures} requests in a row failed"

@@ -212,7 +212,7 @@ CLOCK_SLACK = 0.25
 SUSPICIOUS_FACTOR = 4.0
 # Most of a decode that the prefill of other prompts can have taken, as a share.
 MOST_STALLED_SHARE = 0.875
-_NEVER, _NAN = math.inf, math.nan
+_NAN = math.nan
 
 
 # Structs of msgspec: some are made for each response from which a speed is learnt.
@@ -279,7 +279,7 @@ def sample_from_timings(
         sample.context_tokens = prefill.tokens + (
             cached if 0 < cached <= MOST_REQUEST_TOKENS else 0.0
         )
-    if seen is None or not _is_sane(seen):
+    if seen is None or seen.duration <= 0:
         return sample
     sample.busy_slots = max(1.0, seen.busy_slots)
     ttft, prefills, stalled = seen.ttft, seen.mean_prefills, seen.stalled_seconds
@@ -308,7 +308,7 @@ def sample_from_clock(
 ) -> SpeedSample:
     """The sample of an endpoint without timings: what the gateway saw, its queue included."""
     if not (
-        _is_sane(seen)
+        seen.duration > 0
         and 0 <= prompt_tokens <= MOST_REQUEST_TOKENS
         and 0 <= cached_tokens <= MOST_REQUEST_TOKENS
         and 0 <= completion_tokens <= MOST_REQUEST_TOKENS
@@ -340,20 +340,6 @@ def _token_time(tokens: float, seconds: float) -> TokenTime | None:
         return None
     each = seconds / tokens
     return TokenTime(tokens, each, each) if 1 / FASTEST_TPS <= each <= 1 / SLOWEST_TPS else None
-
-
-def _is_sane(seen: ObservedTiming) -> bool:
-    # Without calls of `min` and `max` here and below: each costs as much as four comparisons.
-    duration, ttft = seen.duration, seen.ttft or 0.0
-    busy, stalled, prefills = seen.busy_slots, seen.stalled_seconds, seen.mean_prefills
-    return (
-        duration > 0
-        and ttft >= 0
-        and busy >= 0
-        and stalled >= 0
-        and prefills >= 0
-        and duration + ttft + busy + stalled + prefills < _NEVER
-    )
 
 
 def _number(timings: Mapping[str, object], key: str) -> float:
@@ -396,8 +382,8 @@ class LinearTrend:
             w, x, y, xx, xy = (kept * one for one in (line.w, line.x, line.y, line.xx, line.xy))
             self.line = TrendLine(line.level, line.slope, w, x, y, xx, xy)
 
-    def learn(self, x: float, low: float, high: float, weight: float) -> bool:
-        """Learn that y lies between `low` and `high` (0 < low <= high); False: it was ignored.
+    def learn(self, x: float, low: float, high: float, weight: float) -> None:
+        """Learn that y lies between `low` and `high` (0 < low <= high).
 
         A point (`low` = `high`) moves the line by its whole weight. A wide interval moves it
         little: to its nearer end, and slowly on to the lower one, since the cause of a wide
@@ -428,7 +414,7 @@ class LinearTrend:
             if low < y:
                 y = math.sqrt(y * max(low, least))
         elif low < high * WIDEST_FIRST_SAMPLE:
-            return False
+            return
         else:
             y = math.sqrt(low * high)
         kept = left * 0.5 ** (weight / half_life)
@@ -448,7 +434,6 @@ class LinearTrend:
         if not 0.0 <= slope <= most:
             slope = most if slope > most else 0.0
         self.line = TrendLine(y - slope * x, slope, sum_w, sum_x, sum_y, sum_xx, sum_xy)
-        return True
 
 
 DEGRADED_BELOW = 0.4  # share of its usual speed below which a node is degraded

@@ -157,6 +157,8 @@ class Waiters:
     _by_request_id: dict[str, Waiter] = field(default_factory=dict)
     _by_user: dict[tuple[str, str], list[Waiter]] = field(default_factory=dict)
     """By caller and user: the highest class first, within a class the oldest."""
+    _patient: dict[str, dict[Waiter, None]] = field(default_factory=dict)
+    """Those that are patient, by caller, in the order in which they came."""
     _serials: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def __len__(self) -> int:
@@ -184,6 +186,8 @@ class Waiters:
         user = caller_and_user(waiter.request)
         self.fair_share.add(user[0], 1, user[1])
         insort(self._by_user.setdefault(user, []), waiter, key=_shed_key)
+        if waiter.request.caller.patient:
+            self._patient.setdefault(user[0], {})[waiter] = None
 
     def pop(self, queued: QueuedRequest) -> Waiter | None:
         """Take out the waiter of this entry; it does not wait any more."""
@@ -196,6 +200,10 @@ class Waiters:
             del waiting[bisect_left(waiting, waiter.shed_key, key=_shed_key)]
             if not waiting:
                 del self._by_user[user]
+            if waiter.request.caller.patient:
+                del self._patient[user[0]][waiter]
+                if not self._patient[user[0]]:
+                    del self._patient[user[0]]
         return waiter
 
     def longest_waits(self, now: float) -> dict[Priority, float]:
@@ -223,11 +231,8 @@ class Waiters:
 
     def newest_patient(self, caller: str) -> Waiter | None:
         """A caller's newest patient request that can be shed."""
-        for waiter in reversed(self._by_queued.values()):
-            asker = waiter.request.caller
-            if asker.id == caller and asker.patient and waiter.can_shed:
-                return waiter
-        return None
+        patient = reversed(self._patient.get(caller, {}))
+        return next((waiter for waiter in patient if waiter.can_shed), None)
 
 
 def caller_and_user(request: LeaseRequest) -> tuple[str, str]:

@@ -327,8 +327,7 @@ class Autoscaler:
     # Hooks.
 
     def _start_task(self, node: Node, hook: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(hook, name=f"hook of {node.name}")
-        self._tasks[node] = task
+        task = self._tasks[node] = asyncio.create_task(hook, name=f"hook of {node.name}")
         task.add_done_callback(lambda done: self._task_ended(node, done))
 
     def _task_ended(self, node: Node, task: asyncio.Task[None]) -> None:

@@ -281,7 +281,6 @@ class LocalLeaseService:
         return charge
 
     def _node_busy(self, lease: LeaseRecord, report: AttemptReport, now: float) -> None:
-        """The node could not serve the request at this time."""
         status, error = report.status, report.error
         if error is not None and error.is_loading:
             words = "the server is loading its model"

@@ -566,8 +566,7 @@ class ModelPlacer:
         self.fleet.load_changed(node)
 
     def _start_task(self, node: Node, command: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(command, name=f"command for {node.name}")
-        self._tasks[node] = task
+        task = self._tasks[node] = asyncio.create_task(command, name=f"command for {node.name}")
         task.add_done_callback(lambda done: self._task_ended(node, done))
 
     def _task_ended(self, node: Node, task: asyncio.Task[None]) -> None:
@@ -646,17 +645,13 @@ class ModelPlacer:
 
 
 class _ShownModel(NamedTuple):
-    """A router's model that the policy knows."""
-
     node: Node
     own: tuple[int | None, float | None]  # bytes and seconds that it has shown on this node
 
 
 class _ShownRouter(NamedTuple):
-    """A router that the policy knows, and its models by their names there."""
-
     node: Node
-    models: dict[str, _ShownModel]
+    models: dict[str, _ShownModel]  # by their names there
 
 
 def order_refused(why: str) -> GatewayError:
