@@ -143,7 +143,7 @@ class NodeEndpoints:
         """End a drain."""
         node = self._find(request)
         self.drain_deadlines.cancel(node.name)
-        self.fleet.resume(node.name)
+        self.fleet.drain(node.name, draining=False)
         await self.fleet.save_orders()
         return JsonResponse(self._object(node))
 
@@ -201,7 +201,7 @@ class NodeEndpoints:
             endpoints_refused=sorted(properties.all_refused),
             purpose=properties.purpose,
             circuit={
-                "phase": circuit.phase(now).value,
+                "phase": circuit.phase(now),
                 "failures": circuit.failures,
                 "open_for": None if open_until is None else _rounded(max(0.0, open_until - now)),
             },

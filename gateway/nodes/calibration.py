@@ -18,7 +18,7 @@ import logging
 import math
 import random
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 
 import msgspec
@@ -64,19 +64,12 @@ _PATHS: tuple[tuple[Endpoint, str], ...] = (
 
 def due(nodes: Iterable[Node], running: Collection[Node], now: float) -> list[Node]:
     """The nodes to calibrate from now on, beside those that run: the least tried first."""
-    room = MOST_AT_ONCE - len(running)
-    if room <= 0:
-        return []
-    hosts = {node.host for node in running}
-    chosen: list[Node] = []
-    waiting = [node for node in nodes if node.calibration_due(now)]
+    room, busy = MOST_AT_ONCE - len(running), {node.host for node in running}
+    by_host: dict[str, Node] = {}
+    waiting = [node for node in nodes if node.calibration_due(now)] if room > 0 else []
     for node in sorted(waiting, key=lambda one: one.calibration.tries):
-        if node.host not in hosts:
-            hosts.add(node.host)
-            chosen.append(node)
-            if len(chosen) == room:
-                break
-    return chosen
+        by_host.setdefault(node.host, node)
+    return [node for host, node in by_host.items() if host not in busy][:room]
 
 
 def paths_to_try(node: Node) -> list[str]:
@@ -113,8 +106,6 @@ class _Usage(msgspec.Struct):
 
 
 class _Reply(msgspec.Struct):
-    """What is read of a reply, or of one event of it."""
-
     timings: dict[str, object] | None = None
     usage: _Usage | None = None
 
@@ -188,28 +179,26 @@ class _Run:
         return reply
 
 
+@dataclass(slots=True, eq=False)
 class Calibrator:
     """Calibrates a fleet's idle nodes, each in a task of its own."""
 
-    def __init__(
-        self, fleet: Fleet, bus: EventBus, clock: Callable[[], float], rng: random.Random
-    ) -> None:
-        self._fleet = fleet
-        self._bus = bus
-        self._clock = clock
-        self._rng = rng
-        self._running: dict[Node, asyncio.Task[None]] = {}
-        self._stopped = False
+    fleet: Fleet
+    bus: EventBus
+    clock: Callable[[], float]
+    rng: random.Random
+    _running: dict[Node, asyncio.Task[None]] = field(default_factory=dict)
+    _stopped: bool = False
 
     async def run(self) -> None:
         """Run until cancelled; it may run again."""
         try:
             while not self._stopped:
-                now = self._clock()
+                now = self.clock()
                 for node, task in self._running.items():
                     if not node.capacity(now):
                         task.cancel()
-                for node in due(self._fleet.nodes.values(), self._running, now):
+                for node in due(self.fleet.nodes.values(), self._running, now):
                     task = asyncio.create_task(self._calibrate(node), name=f"calibrate {node.name}")
                     self._running[node] = task
                     task.add_done_callback(functools.partial(self._ended, node))
@@ -243,18 +232,18 @@ class Calibrator:
         if busy is not None:
             node.occupancy.record_busy(busy, query, clock())
         if busy != () or not paths or not node.calibration_due(clock()):
-            self._fleet.refresh_state(node)
+            self.fleet.refresh_state(node)
             pause = BLIND_PAUSE if busy is None else BUSY_PAUSE
             record.postpone(clock() + pause if paths else math.inf)
             return
         began, speed = clock(), node.speed
         measure = not speed.samples and speed.calibrated is None
         lease = node.take_calibration_lease(began)
-        run = _Run(node, self._rng, asyncio.timeout(MOST_SECONDS))
+        run = _Run(node, self.rng, asyncio.timeout(MOST_SECONDS))
         record.delay(READ_WORDS / speed.expected_prefill_tps)
         try:
             with node.occupancy.lend_slot(run.call_in):
-                self._fleet.refresh_state(node)
+                self.fleet.refresh_state(node)
                 outcome, detail, timings, shown = "done" if measure else "warmed", "", None, None
                 try:
                     reply = await run.work(paths, measure=measure)
@@ -274,21 +263,16 @@ class Calibrator:
                 again = shown is None if measure else not run.warm
                 record.end(outcome, clock(), warm=run.warm, again=again, shown=shown)
                 read, wrote = shown or (None, None)
-                self._bus.publish(
+                self.bus.publish(
                     NodeCalibrated(node.name, outcome, clock() - began, read, wrote, detail)
                 )
-                self._fleet.refresh_state(node)
-                await _settle(node)
+                self.fleet.refresh_state(node)
+                for _ in range(MOST_SETTLING_POLLS):  # Until the slot is shown free.
+                    await asyncio.sleep(SLOT_LINGER)
+                    busy = await probe_slots(node)
+                    if busy is None or len(busy) <= node.leased:
+                        break
         finally:
             record.delay(0.0)
             lease.release()
-            self._fleet.refresh_state(node)
-
-
-async def _settle(node: Node) -> None:
-    """Wait until `/slots` shows that the slot is free."""
-    for _ in range(MOST_SETTLING_POLLS):
-        await asyncio.sleep(SLOT_LINGER)
-        busy = await probe_slots(node)
-        if busy is None or len(busy) <= node.leased:
-            return
+            self.fleet.refresh_state(node)

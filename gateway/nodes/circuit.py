@@ -17,12 +17,12 @@ avoidance and Netflix's concurrency-limits (`AIMDLimit`, `VegasLimit`, `Gradient
 
 from __future__ import annotations
 
-import enum
 import math
 import random
 import statistics
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
+from typing import Literal
 
 from gateway.config.scheduling import HealthSettings
 
@@ -35,12 +35,8 @@ LEAST_DELAY = 0.001  # least seconds to the next look, so that rounding cannot m
 KEY_REJECTED_SECONDS = 300.0  # seconds without work for a node that has rejected the gateway's key
 
 
-class CircuitPhase(enum.Enum):
-    """Which requests the circuit lets through: all, none, or one on trial."""
-
-    CLOSED = "closed"
-    OPEN = "open"
-    HALF_OPEN = "half-open"
+# Which requests a circuit lets through: all, none, or one on trial.
+CircuitPhase = Literal["closed", "open", "half-open"]
 
 
 @dataclass(slots=True)
@@ -68,8 +64,8 @@ class Circuit:
     def phase(self, now: float) -> CircuitPhase:
         """Which requests it lets through at this moment."""
         if self.open_until is None:
-            return CircuitPhase.CLOSED
-        return CircuitPhase.OPEN if now < self.open_until else CircuitPhase.HALF_OPEN
+            return "closed"
+        return "open" if now < self.open_until else "half-open"
 
     def wants_trial(self, now: float) -> bool:
         """Whether it is half-open and no request is on trial."""
@@ -127,12 +123,9 @@ class Circuit:
         """Count a request that went well; True if that closed the circuit."""
         if self.open_until is None:
             self.failures = 0
-            if self.suspect_callers:
-                self.suspect_callers.clear()
+            self.suspect_callers.clear()
             return False
-        if (now if began is None else began) < self.open_until:
-            return False
-        return self.close(now)
+        return (now if began is None else began) >= self.open_until and self.close(now)
 
     def _open(self, now: float, *, longer: bool) -> None:
         """Let nothing through; `longer`: for twice the last time, up to `open_max`."""
@@ -141,11 +134,10 @@ class Circuit:
             max(seconds, self.settings.open), max(self.settings.open_max, self.settings.open)
         )
         self._opened_at = now
-        self.fully_closed = False
+        self.fully_closed, self.trial = False, None
         self.open_until = now + self.open_seconds * self.rng.uniform(
             1 - OPEN_JITTER, 1 + OPEN_JITTER
         )
-        self.trial = None
 
     def close(self, now: float) -> bool:
         """Let work in again, with a slow start; True if it was not closed."""
@@ -153,8 +145,7 @@ class Circuit:
         self.suspect_callers.clear()
         if self.open_until is None:
             return False
-        self.open_until = None
-        self.trial = None
+        self.open_until = self.trial = None
         self._closed_at = self._slow_start_at = now
         self.fully_closed = False  # Not before the slow start is over.
         return True
@@ -327,23 +318,20 @@ class ConcurrencyLimit:
         `retry_after`: seconds for which the endpoint asks for no new work, if it does. `crowded`:
         whether the reason is the number of requests; out of credit (402) it refuses any.
         """
-        before = self.slots, self.paused_until
-        if retry_after is not None and retry_after > 0:
-            self._pause(now + min(retry_after, MOST_PAUSE))
+        before, pause = (self.slots, self.paused_until), min(retry_after or 0.0, MOST_PAUSE)
         if began >= self._changed_at:
             # Requests sent together are refused together: they count as one refusal.
             self._refusals += 1
             if retry_after is None:
                 own = LEAST_OWN_PAUSE * 2.0 ** min(self._refusals - 1, 16)
-                self._pause(now + min(own, MOST_OWN_PAUSE))
+                pause = min(own, MOST_OWN_PAUSE)
             if crowded:
                 self._refused_limit, self._refused_at = self.slots, now
                 self._set(self.value * REFUSAL_CUT, now)
             self._changed_at = now
+        if pause > 0:
+            self.paused_until = max(self.paused_until, now + pause)
         return (self.slots, self.paused_until) != before
-
-    def _pause(self, until: float) -> None:
-        self.paused_until = max(self.paused_until, until)
 
     def _note(self, latency: str, tokens: float, seconds: float) -> None:
         if not (0 <= seconds < math.inf and 0 <= tokens < math.inf):
@@ -358,8 +346,7 @@ class ConcurrencyLimit:
 
     def _end_round(self, now: float) -> bool:
         """Grow or shrink the limit; whether `slots` has changed."""
-        before = self.slots
-        slowness = self._slowness(now)
+        before, slowness = self.slots, self._slowness(now)
         used = self._peak >= USED_SHARE * self.slots
         self._answers = self._peak = 0
         if slowness > SLOW_LATENCY:

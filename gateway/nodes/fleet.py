@@ -6,13 +6,12 @@ Slots of abandoned requests are held until the node shows that they are idle (`R
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Literal
@@ -99,7 +98,7 @@ class Reclaimer:
         try:
             interval, free_before = FIRST_POLL, 0
             while abandoned_leases(node):
-                with contextlib.suppress(TimeoutError):
+                with suppress(TimeoutError):
                     async with asyncio.timeout(interval):
                         await another.wait()
                 if another.is_set():
@@ -219,15 +218,11 @@ class Fleet:
         self.first_probes_done = asyncio.Event()
         """Set when every node of the first inventory has been probed once."""
         self.properties_store = properties_store or PropertiesStore()
-        self._connect = connect
-        self._settings = settings
-        self._bus = bus
-        self._clock = clock
+        self._connect, self._settings, self._orders = connect, settings, orders
+        self._bus, self._clock, self._rng = bus, clock, rng
         self._shared_until = clock() + PREDECESSOR_SECONDS if has_predecessor else -math.inf
         # By then a predecessor has ended the last of its requests.
         self._alone_from = clock() + settings.timeouts.total if has_predecessor else -math.inf
-        self._rng = rng
-        self._orders = orders
         self.model_index.set_paused(self._orders.paused.names)
         self.differences_in_words: Mapping[str, tuple[str, ...]] = {}
         """By public model: how its nodes differ, as of the last `compare_models`."""
@@ -314,8 +309,7 @@ class Fleet:
         change = InventoryChanged(warnings=[str(one) for one in inventory.warnings])
         self.nodes = {}
         for spec in inventory.nodes:
-            node = before.get(spec.name)
-            if node is None:
+            if (node := before.get(spec.name)) is None:
                 change.added.append(spec.name)
             elif node.spec != spec:
                 change.changed.append(spec.name)
@@ -383,15 +377,13 @@ class Fleet:
     ) -> dict[str, ConnectionPool]:
         """A pool for each entry that is new, or needs other connections than before."""
         pools: dict[str, ConnectionPool] = {}
-        try:
+        with ExitStack() as opened:
             for spec in inventory.nodes:
                 node = before.get(spec.name)
                 if node is None or connection_key(node.spec) != connection_key(spec):
-                    pools[spec.name] = self._connect(spec)
-        except BaseException:
-            for pool in pools.values():
-                pool.close()
-            raise
+                    pools[spec.name] = pool = self._connect(spec)
+                    opened.callback(pool.close)
+            opened.pop_all()
         return pools
 
     def _make(
@@ -485,7 +477,6 @@ class Fleet:
         self.refresh_state(instance)
 
     def _model_changed(self, instance: Node, change: LoadChange) -> None:
-        """A router has loaded a model, or has it no longer."""
         (router, _), now = instance.routed, self._clock()
         if change.change == "loaded":
             instance.probe_history.rediscover()
@@ -553,13 +544,12 @@ class Fleet:
 
     def _models_of_routers_changed(self) -> None:
         """Index the models of routers anew: soon, since many routers may tell of theirs at once."""
-        now = self._clock()
-        if self._indexing is None:
-            if now >= self._index_again_at:
-                self._index_models()
-            else:
-                loop = asyncio.get_running_loop()
-                self._indexing = loop.call_later(self._index_again_at - now, self._index_models)
+        if self._indexing is not None:
+            return
+        if (wait := self._index_again_at - self._clock()) > 0:
+            self._indexing = asyncio.get_running_loop().call_later(wait, self._index_models)
+        else:
+            self._index_models()
 
     def _index_models(self) -> None:
         """Bring the nodes to what routers list, each router before its models."""
@@ -699,15 +689,8 @@ class Fleet:
 
     # What an operator does.
 
-    def drain(self, name: str) -> None:
-        """No new work for this node until `resume`. Raises KeyError."""
-        self._set_draining(name, draining=True)
-
-    def resume(self, name: str) -> None:
-        """End a drain. Raises KeyError."""
-        self._set_draining(name, draining=False)
-
-    def _set_draining(self, name: str, *, draining: bool) -> None:
+    def drain(self, name: str, *, draining: bool = True) -> None:
+        """No new work for this node, or new work again. Raises KeyError."""
         node = self.nodes[name]
         self._orders.drained.keep(name, kept=draining)
         node.drain(draining=draining)
@@ -1000,12 +983,8 @@ class Fleet:
                     await self._nodes_differ.wait()
             self._nodes_differ.clear()
             # In steps, for a thousand routers with fifty models each.
-            nodes, groups = [*self.nodes.values()], _Alike(list)
-            for first in range(0, len(nodes), COMPARED_AT_ONCE):
-                _add_alike(groups, nodes[first : first + COMPARED_AT_ONCE])
-                await asyncio.sleep(0)
-            for group in groups.values():
-                _assume_speeds(group)
+            nodes = [*self.nodes.values()]
+            for _ in _compare_in_steps(nodes):
                 await asyncio.sleep(0)
             self.compare_models()
             for number, node in enumerate(nodes):
@@ -1024,30 +1003,27 @@ def compare_speeds(nodes: Iterable[Node]) -> None:
     times as fast as the best of them, each divided by its own hint, so that hints and measurements
     are on one scale.
     """
-    groups = _Alike(list)
-    _add_alike(groups, nodes)
-    for group in groups.values():
-        _assume_speeds(group)
+    for _ in _compare_in_steps(nodes):
+        pass
 
 
-_Alike = defaultdict[tuple[frozenset[str], str, str], list[Node]]  # similar nodes together
-
-
-def _add_alike(groups: _Alike, nodes: Iterable[Node]) -> None:
-    for node in nodes:
+def _compare_in_steps(nodes: Iterable[Node]) -> Iterator[None]:
+    groups = defaultdict[tuple[frozenset[str], str, str], list[Node]](list)
+    for number, node in enumerate(nodes, 1):
         groups[node.public_models, node.spec.tier, node.spec.kind].append(node)
-
-
-def _assume_speeds(group: list[Node]) -> None:
-    usual = CPU_PRIOR if group[0].spec.tier == "cpu" else GPU_PRIOR
-    best = _best_shown([(node.speed, 1.0) for node in group], usual)
-    unit = _best_shown([(node.speed, node.spec.written_hint or 1.0) for node in group], usual)
-    for node in group:
-        hint = node.spec.written_hint
-        if hint is None:
-            node.speed.set_prior(best)
-        else:
-            node.speed.set_prior(unit.scaled(hint), hinted=True)
+        if number % COMPARED_AT_ONCE == 0:
+            yield
+    for (_, tier, _), group in groups.items():
+        usual = CPU_PRIOR if tier == "cpu" else GPU_PRIOR
+        best = _best_shown([(node.speed, 1.0) for node in group], usual)
+        unit = _best_shown([(node.speed, node.spec.written_hint or 1.0) for node in group], usual)
+        for node in group:
+            hint = node.spec.written_hint
+            if hint is None:
+                node.speed.set_prior(best)
+            else:
+                node.speed.set_prior(unit.scaled(hint), hinted=True)
+        yield
 
 
 def _best_shown(speeds: list[tuple[Speed, float]], usual: SpeedPrior) -> SpeedPrior:

@@ -7,12 +7,12 @@ import math
 import random
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
 import msgspec
 
-from gateway.nodes.circuit import CircuitPhase
 from gateway.nodes.lifecycle import (
     QUICK_PROBE_DELAY,
     WAKE_SLACK,
@@ -28,7 +28,6 @@ from gateway.nodes.router import (
     RUNNING_PATHS,
     EventLines,
     LoadPhase,
-    ModelEvent,
     ModelLoad,
     RoutedModel,
     read_endpoint,
@@ -230,10 +229,10 @@ async def has_changed(node: Node) -> bool:
     reply = await fetch(node, "/props")
     if isinstance(reply, ProbeResult) or reply.status != HTTPStatus.OK:
         return False
-    if not node.probe_history.props_differ(_note_sleep(node, reply.body)):
-        return False
-    node.sleep.restarted()
-    return True
+    differs = node.probe_history.props_differ(_note_sleep(node, reply.body))
+    if differs:
+        node.sleep.restarted()
+    return differs
 
 
 def _note_sleep(node: Node, props: bytes) -> bytes:
@@ -273,8 +272,7 @@ def read_busy(
         return None if busy is None else (0,) * busy
     if refused:
         node.properties.path_refused(path)
-    counts = count_slots(reply.body) if reply.status == HTTPStatus.OK else None
-    if counts is None:
+    if reply.status != HTTPStatus.OK or (counts := count_slots(reply.body)) is None:
         return None
     node.properties.slots_reported(counts.total)
     node.slots_told(counts.tasks, asked_at)
@@ -425,36 +423,37 @@ class HealthMonitor:
             return await self._cycle()
 
     async def _run(self) -> None:
+        node = self.node
         try:
-            await self._watch()
+            while True:
+                if self._is_due():
+                    async with self._probing, self.gate:
+                        # An operator's probe may have come first.
+                        if self._is_due():
+                            await self._cycle()
+                elif self._may_read_list():
+                    self._list_due = False
+                    async with self._probing, self.gate:
+                        await self._read_models(ProbeResult(ProbeAnswer.UP, ""))
+                    self._look_again()
+                    await asyncio.sleep(LIST_PAUSE)
+                self.refresh_state(node)
+                now = node.clock()
+                due = node.probe_history.next_probe_at if node.in_service else now + MOST_SLEEP
+                due = min(due, node.next_change(now))
+                for model in node.instances.values():
+                    if model.load is not None and model.load.retry_due(now):
+                        self.refresh_state(model)
+                    due = min(due, model.next_change(now))
+                wait = 0.0 if self._may_read_list() else max(0.0, due - now)
+                self._wake.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(wait):
+                        await self._wake.wait()
         finally:
             if self._follower is not None:
                 self._follower.cancel()
                 await asyncio.gather(self._follower, return_exceptions=True)
-
-    async def _watch(self) -> None:
-        node = self.node
-        while True:
-            if self._is_due():
-                async with self._probing, self.gate:
-                    # An operator's probe may have come first.
-                    if self._is_due():
-                        await self._cycle()
-            elif self._may_read_list():
-                self._list_due = False
-                async with self._probing, self.gate:
-                    await self._read_models(ProbeResult(ProbeAnswer.UP, ""))
-                self._look_again()
-                await asyncio.sleep(LIST_PAUSE)
-            self.refresh_state(node)
-            now = node.clock()
-            due = node.probe_history.next_probe_at if node.in_service else now + MOST_SLEEP
-            due = min(due, node.next_change(now))
-            for model in node.instances.values():
-                if model.load is not None and model.load.retry_due(now):
-                    self.refresh_state(model)
-                due = min(due, model.next_change(now))
-            await self._sleep(now if self._may_read_list() else due, now)
 
     def _may_read_list(self) -> bool:
         """Whether a router's list is to be read; while it is down the next probe does that."""
@@ -462,14 +461,6 @@ class HealthMonitor:
 
     def _is_due(self) -> bool:
         return self.node.in_service and self.node.clock() >= self.node.probe_history.next_probe_at
-
-    async def _sleep(self, until: float, now: float) -> None:
-        self._wake.clear()
-        timer = asyncio.get_running_loop().call_later(max(0.0, until - now), self._wake.set)
-        try:
-            await self._wake.wait()
-        finally:
-            timer.cancel()
 
     async def _cycle(self) -> ProbeResult:
         """Probe: is it alive, what are its properties if that is due, how busy are its slots."""
@@ -479,7 +470,8 @@ class HealthMonitor:
         result = await check_alive(node)
         comes_up = not history.up
         if result.up and (
-            history.discovery_due(node.clock(), health.discover_interval)
+            history.discovered_at is None
+            or node.clock() - history.discovered_at >= health.discover_interval
             or await has_changed(node)
             or (node.is_purpose_unknown and not node.sleep.sleeping)
         ):
@@ -556,29 +548,23 @@ class HealthMonitor:
         if isinstance(reply, ProbeResponse):
             body = reply.body if reply.status == HTTPStatus.OK else b""
             if node.spec.kind == "openai":
-                await self._endpoint_listed(parse_models(body), reply.status, asked_at)
+                listed, declared = parse_models(body), frozenset((node.spec.models or {}).values())
+                # Where the list is hidden, there are those of the inventory.
+                if listed is not None or (declared and _judge(node, "", reply.status).up):
+                    running = await self._read_running()
+                    self.models_listed(node, read_endpoint(listed, declared, running), asked_at)
             elif body:
                 is_large = len(body) > LARGE_LIST
                 models = await asyncio.to_thread(_read, body) if is_large else _read(body)
                 if models is not None:
                     self.models_listed(node, models, asked_at)
         instances = node.instances.values()
-        running = [one for one in instances if one.load is not None and one.load.loaded]
-        self._record([one for one in instances if one not in running], result)
+        loaded = [one for one in instances if one.load is not None and one.load.loaded]
+        self._record([one for one in instances if one not in loaded], result)
         at_once = asyncio.Semaphore(INSTANCES_AT_ONCE)
         async with asyncio.TaskGroup() as tasks:
-            for one in running:
+            for one in loaded:
                 tasks.create_task(self._probe_model(one, at_once, result))
-
-    async def _endpoint_listed(self, listed: object, status: int, asked_at: float) -> None:
-        """Take in the list of an endpoint that loads models by itself, and what it holds."""
-        node = self.node
-        declared = frozenset((node.spec.models or {}).values())
-        # Where the list is hidden, there are those of the inventory.
-        is_hidden = _judge(node, "", status).up
-        if listed is not None or (declared and is_hidden):
-            running = await self._read_running()
-            self.models_listed(node, read_endpoint(listed, declared, running), asked_at)
 
     async def _read_running(self) -> dict[str, bool] | None:
         """What an endpoint that loads models by itself says that it holds; None: it does not."""
@@ -642,7 +628,12 @@ class HealthMonitor:
                 self.read_models()  # What has changed before it listened.
                 while part := await connection.read():
                     for event in lines.add(part):
-                        self._take_event(event)
+                        model = node.instances.get(event.model or "")
+                        if event.progress is None or model is None or model.load is None:
+                            self.read_models()
+                        else:
+                            model.load.progressed(event.progress)
+                            self.refresh_state(model)
         except TimeoutError:
             return
         except UpstreamError:
@@ -652,14 +643,6 @@ class HealthMonitor:
                 node.router_record.following(math.inf)
         # The router has ended, or does not tell any more.
         self.probe_soon()
-
-    def _take_event(self, event: ModelEvent) -> None:
-        model = self.node.instances.get(event.model or "")
-        if event.progress is None or model is None or model.load is None:
-            self.read_models()
-        else:
-            model.load.progressed(event.progress)
-            self.refresh_state(model)
 
     async def _read_slots(self, node: Node, *, comes_up: bool = False) -> None:
         """Ask how many slots are busy, by what does not keep an idle server from sleeping."""
@@ -776,23 +759,20 @@ def _is_prefilling(lease: Lease, now: float) -> bool:
 def judge_state(node: Node, now: float) -> tuple[NodeState, str]:
     """The node's state and the reason for it: the first in the order of `NodeState` that holds."""
     history = node.probe_history
-    kept_off = _kept_off(node)
-    if kept_off is not None:
+    if (kept_off := _kept_off(node)) is not None:
         return kept_off
     if history.down:
         return NodeState.DOWN, history.detail
     if node.key_rejection.active(now):
         return NodeState.DOWN, node.key_rejection.reason
-    not_loaded = _not_loaded(node, now)
-    if not_loaded is not None:
+    if (not_loaded := _not_loaded(node, now)) is not None:
         return not_loaded
     if not history.probed:
         return NodeState.STARTING, "not probed yet"
-    phase = node.circuit.phase(now)
-    if phase is not CircuitPhase.CLOSED:
+    if (phase := node.circuit.phase(now)) != "closed":
         what_follows = (
             f"no work for about {node.circuit.open_seconds:.0f} s, then one on trial"
-            if phase is CircuitPhase.OPEN
+            if phase == "open"
             else "the next one is on trial"
         )
         failed = f"{node.circuit.failures} requests in a row failed"
@@ -811,19 +791,19 @@ def judge_state(node: Node, now: float) -> tuple[NodeState, str]:
         left = node.concurrency_limit.paused_until - now
         return NodeState.READY, f"it refused work (402, 429 or 503): none for about {left:.0f} s"
     if node.is_router:
-        loaded = sum(_is_loaded(one) for one in node.instances.values())
+        # One of kind `openai` that is open may not be loaded: then it sleeps.
+        loaded = sum(
+            one.load is not None
+            and one.load.loaded
+            and not (one.spec.kind == "openai" and one.sleep.sleeping)
+            for one in node.instances.values()
+        )
         words = f"a router: {loaded} of {len(node.instances)} models are loaded"
         if node.router_record.stopped(now):
             left = node.router_record.stopped_until - now
             words += f"; it gets no commands for {left:.0f} s, since others load and unload them"
         return NodeState.READY, words
     return NodeState.READY, "answers its probes"
-
-
-def _is_loaded(model: Node) -> bool:
-    """Whether a router's model is loaded: of kind `openai`, an opened one is not, as it sleeps."""
-    opened = model.load is not None and model.load.loaded
-    return opened and not (model.spec.kind == "openai" and model.sleep.sleeping)
 
 
 def _not_loaded(node: Node, now: float) -> tuple[NodeState, str] | None:
@@ -844,8 +824,8 @@ def _not_loaded(node: Node, now: float) -> tuple[NodeState, str] | None:
 
 
 def _load_state(node: Node, load: ModelLoad, now: float) -> tuple[NodeState, str]:
-    expected, reason = node.sleep.wake_seconds(node.properties.size), load.reason
-    words = reason
+    expected = node.sleep.wake_seconds(node.properties.size)
+    words = reason = load.reason
     if load.phase is LoadPhase.UNLOADED:
         words = f"not loaded; its load takes about {expected:.2g} s"
         if load.held:
@@ -896,13 +876,13 @@ def _kept_off(node: Node) -> tuple[NodeState, str] | None:
 
 def _sleeping_reason(node: Node, now: float) -> str:
     seconds = node.sleep.seconds_left(node.properties.size, now)
+    waking_since = node.sleep.waking_since
+    waited = 0.0 if waking_since is None else now - waking_since
     if node.load is not None and node.spec.kind == "openai":
-        waited = None if (since := node.sleep.waking_since) is None else now - since
-        if waited is None:
+        if waking_since is None:
             return f"the next request loads it, in about {seconds:.2g} s: {node.load.reason}"
         return f"its load takes {waited:.0f} s so far, for the first request: {node.load.reason}"
-    if node.sleep.waking_since is not None:
-        waited = now - node.sleep.waking_since
+    if waking_since is not None:
         return f"it wakes up: it has loaded its model for {waited:.0f} s"
     return (
         "it has unloaded its model while it was idle (--sleep-idle-seconds); the next request "

@@ -131,8 +131,7 @@ def read_is_sleeping(props: bytes) -> tuple[bool | None, bytes]:
     None: its build can't sleep.
     """
     at = props.rfind(b'"is_sleeping"')
-    found = _IS_SLEEPING.match(props, at) if at >= 0 else None
-    if found is None:
+    if at < 0 or (found := _IS_SLEEPING.match(props, at)) is None:
         return None, props
     return found[1] == b"true", props[:at] + props[found.end() :]
 
@@ -326,22 +325,21 @@ class ProbeHistory:
                 self.up, self.loading, self.detail = True, False, ""
             return
         self.successes_in_a_row = 0
-        if result.answer is ProbeAnswer.LOADING:
-            self.failures_in_a_row = 0
-            self._not_up(loading=True, detail=result.detail)
-            return
         if result.answer is ProbeAnswer.TIMED_OUT and self.up and sign_of_life:
             self.mute = True
             self.failures_in_a_row = 0
             self.detail = f"{result.detail}, but {sign_of_life}: no new work until it answers"
             return
-        self.failures_in_a_row += 1
+        is_loading = result.answer is ProbeAnswer.LOADING
+        self.failures_in_a_row = 0 if is_loading else self.failures_in_a_row + 1
         if (
             not self.up
             or self.failures_in_a_row >= fall
-            or result.answer is ProbeAnswer.CONNECTION_REFUSED
+            or result.answer in {ProbeAnswer.LOADING, ProbeAnswer.CONNECTION_REFUSED}
         ):
-            self._not_up(loading=False, detail=result.detail)
+            self.up = self.mute = False
+            self.slots_read()
+            self.loading, self.detail, self.discovered_at = is_loading, result.detail, None
         elif self.mute:
             self.detail = f"{result.detail} ({self.failures_in_a_row} of {fall} times)"
 
@@ -355,13 +353,6 @@ class ProbeHistory:
     def slots_read(self, *, left_alone: bool = False) -> None:
         """Its slots were read, or can't be asked for; or were not, so that it may fall asleep."""
         self.unread, self.frozen, self.load_unread = 0, False, left_alone
-
-    def _not_up(self, *, loading: bool, detail: str) -> None:
-        self.up = self.mute = False
-        self.slots_read()
-        self.loading = loading
-        self.discovered_at = None
-        self.detail = detail
 
     def discovered(self, now: float) -> None:
         """The server's properties have been read."""
@@ -378,10 +369,6 @@ class ProbeHistory:
     def props_differ(self, body: bytes) -> bool:
         """Whether this answer to `/props` is not, to the byte, the one that was read."""
         return hashlib.sha256(body).digest() != self.props_digest
-
-    def discovery_due(self, now: float, interval: float) -> bool:
-        """Whether the server's properties are unknown or older than `interval` seconds."""
-        return self.discovered_at is None or now - self.discovered_at >= interval
 
     def schedule(self, at: float) -> None:
         """The next probe is due then."""

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import cast
 
 import msgspec
 
@@ -402,7 +403,7 @@ class Node:
         self.name = self.spec.name
         if self.spec.kind == "openai":
             self.concurrency_limit = ConcurrencyLimit()
-        self.info, self.is_priced = self._new_info(), _is_priced(self.spec)
+        self._renew_info()
         if self.slots_reader is not None:
             # Others may use it, until the reader says which of its slots they do.
             self.occupancy.fence(MOST_SLOTS, self.clock())
@@ -450,10 +451,8 @@ class Node:
         """Requests it works on at once: declared, else reported, else learnt, else one."""
         if self.is_router:
             return 0
-        if self.spec.slots is not None:
-            return self.spec.slots
-        if self.properties.slots is not None:
-            return self.properties.slots
+        if known := self.spec.slots or self.properties.slots:
+            return known
         return 1 if self.concurrency_limit is None else self.concurrency_limit.slots
 
     @property
@@ -466,12 +465,8 @@ class Node:
     @property
     def most_slots(self) -> int:
         """The most that `slots_total` can become: no wider request can ever run here."""
-        learnt = (
-            self.concurrency_limit is not None
-            and self.spec.slots is None
-            and self.properties.slots is None
-        )
-        return MOST_LIMIT if learnt else self.slots_total
+        is_known = self.spec.slots or self.properties.slots or self.concurrency_limit is None
+        return self.slots_total if is_known else MOST_LIMIT
 
     @property
     def context(self) -> int | None:
@@ -829,14 +824,14 @@ class Node:
         """Take in a changed entry of the inventory; probe soon if that puts it into service."""
         was_in_service = self.in_service
         self.spec = spec
-        self.info, self.is_priced = self._new_info(), _is_priced(spec)
+        self._renew_info()
         if not was_in_service:
             self.reset_probes(now)
 
     def replace_upstream(self, upstream: ConnectionPool, now: float) -> ConnectionPool:
         """Use new connections, perhaps with another key; the old ones, for its last leases."""
         replaced, self.upstream = self.upstream, upstream
-        self.info = self._new_info()
+        self._renew_info()
         self.key_rejection.clear()
         self.probe_history.probe_by(now)
         return replaced
@@ -878,8 +873,6 @@ class Node:
     def forget_replaced_model(self) -> None:
         """Forget the learnt speed if the server has another model, build or number of slots now."""
         now = self.properties.served_as()
-        if now == self.measured:
-            return
         if not _may_be_same(self.measured, now):
             self.speed.forget()
             self.degradation.forget()
@@ -892,8 +885,7 @@ class Node:
 
     def export(self) -> LearntOfServer | None:
         """What was learnt of its server; None: nothing was."""
-        speed = self.speed.export()
-        if speed is None:
+        if (speed := self.speed.export()) is None:
             return None
         usual = self.degradation.export()
         return LearntOfServer(self.measured, speed, usual, self.sleep.measured)
@@ -912,9 +904,10 @@ class Node:
             if learnt.wake_seconds is not None:
                 self.sleep.learn_wake(learnt.wake_seconds)
 
-    def _new_info(self) -> NodeInfo:
+    def _renew_info(self) -> None:
         spec, own = self.spec, self.spec.timeouts
-        return NodeInfo(
+        self.is_priced = bool(spec.cost_per_hour) or spec.cost_per_million_tokens is not None
+        self.info = NodeInfo(
             spec.name,
             spec.tier,
             spec.kind,
@@ -933,7 +926,7 @@ class Node:
         """Make `info` anew if the server's properties have changed it."""
         info, properties = self.info, self.properties
         if info.context != self.context or info.resume_key != properties.resume_key():
-            self.info = self._new_info()
+            self._renew_info()
 
     def models_changed(self) -> bool:
         """Whether its public models differ from those of the last call (`indexed_models`)."""
@@ -947,10 +940,6 @@ class Node:
         return self.drift != before
 
 
-def _is_priced(spec: NodeSpec) -> bool:
-    return bool(spec.cost_per_hour) or spec.cost_per_million_tokens is not None
-
-
 def _may_be_same(before: ServedAs, now: ServedAs) -> bool:
     """Whether they agree wherever both say something."""
     return all(old in {None, new} or new is None for old, new in zip(before, now, strict=True))
@@ -958,10 +947,8 @@ def _may_be_same(before: ServedAs, now: ServedAs) -> bool:
 
 def _together(now: ServedAs, before: ServedAs) -> ServedAs:
     """All that is known: a server that leaves something out still has it."""
-    models, params, size, file, build, slots = (
-        old if new is None else new for old, new in zip(before, now, strict=True)
-    )
-    return (models, params, size, file, build, slots)  # type: ignore[return-value]
+    known = (old if new is None else new for old, new in zip(before, now, strict=True))
+    return cast("ServedAs", tuple(known))
 
 
 class Lease:
@@ -1107,16 +1094,11 @@ class Lease:
         """What the gateway saw of the request and its node; None until the release."""
         if self.released_at is None or not self.slots:
             return None
-        decode_began = self.taken_at if self.first_content_at is None else self.first_content_at
-        decode_seconds = self.released_at - decode_began
+        seconds = decode_seconds = self.released_at - self.taken_at
+        ttft = None
+        if self.first_content_at is not None:
+            ttft = self.first_content_at - self.taken_at
+            decode_seconds = self.released_at - self.first_content_at
         busy = self.slot_seconds / decode_seconds if decode_seconds > 0 else float(self.slots)
         stalled = min(decode_seconds, self.prefill_seconds)
-        if self.first_content_at is None:
-            return ObservedTiming(decode_seconds, None, busy, stalled)
-        return ObservedTiming(
-            self.released_at - self.taken_at,
-            decode_began - self.taken_at,
-            busy,
-            stalled,
-            self.mean_prefills,
-        )
+        return ObservedTiming(seconds, ttft, busy, stalled, self.mean_prefills)

@@ -35,8 +35,7 @@ def cost_of(
 
     `slots` of the node's `total` were held for `seconds`.
     """
-    rate = spec.cost_per_million_tokens
-    if rate is not None:
+    if (rate := spec.cost_per_million_tokens) is not None:
         return (prompt * rate.prompt + completion * rate.completion) / 1_000_000
     return spec.cost_per_hour * min(1.0, slots / max(1, total)) * max(0.0, seconds) / 3600
 
@@ -55,13 +54,12 @@ def most_cost(
 
     `max_tokens` and `context` are of one slot; `seconds` is the longest that it may run.
     """
-    if spec.cost_per_million_tokens is None:
+    if (rate := spec.cost_per_million_tokens) is None:
         return cost_of(spec, total, prompt=0, completion=0, slots=slots, seconds=seconds)
     answers = max(1, slots)
     most_context = math.inf if context is None else float(context)
     completion = min(math.inf if max_tokens is None else float(max_tokens), most_context)
     prompt = min(float(prompt_bytes + TEMPLATE_TOKENS), most_context * answers)
-    rate = spec.cost_per_million_tokens
     # 0 times infinity is 0 here: an answer that costs nothing may be of any length.
     completion_cost = completion * answers * rate.completion if rate.completion else 0.0
     prompt_cost = prompt * rate.prompt if rate.prompt else 0.0
@@ -74,8 +72,7 @@ SLOW_TOKENS_PER_SECOND = 5.0  # of one slot of a node whose speed is not measure
 def dearest_token(node: Node) -> float:
     """The most that one token is likely to cost on a node."""
     spec = node.spec
-    rate = spec.cost_per_million_tokens
-    if rate is not None:
+    if (rate := spec.cost_per_million_tokens) is not None:
         return max(rate.prompt, rate.completion) / 1_000_000
     seconds = 1 / (node.speed.decode_tps or SLOW_TOKENS_PER_SECOND)
     return cost_of(spec, node.slots_total, prompt=0, completion=0, slots=1, seconds=seconds)

@@ -18,7 +18,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import dropwhile, islice
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -62,7 +62,8 @@ class PromptTree:
         for last, at, to_end in self.path(blocks):  # noqa: B007 - the last one counts
             pass
         if last is not None and not to_end:
-            last = self._split(last, at)
+            rest, last = last, last.split(at)
+            self._edges[last.blocks[0]], self._edges[rest.blocks[0]] = last, rest
         if last is None or at < len(blocks):
             last = PrefixEdge(last, at, array("q", blocks[at:]))
             self._edges[blocks[at]] = last
@@ -75,18 +76,11 @@ class PromptTree:
         leaf = held.leaf
         held.leave(in_slot=in_slot)
         if leaf is not None:
-            if not (held.in_slot or held.in_host):
-                leaf.remove_end(held)
+            if not (held.in_slot or held.in_host) and leaf.ending_here.get(held.row) is held:
+                del leaf.ending_here[held.row]
             for edge in leaf.uncount(held.row, in_slot=in_slot):
                 if not (edge.slot_counts or edge.host_counts):
                     del self._edges[edge.blocks[0]]
-
-    def _split(self, edge: PrefixEdge, at: int) -> PrefixEdge:
-        """Split an edge before block `at`; returns the new edge in front."""
-        front = edge.split(at)
-        self._edges[front.blocks[0]] = front
-        self._edges[edge.blocks[0]] = edge
-        return front
 
 
 @dataclass(slots=True, eq=False)
@@ -146,7 +140,8 @@ class PrefixEdge:
     """For each row, how many idle slots hold it."""
     host_counts: dict[int, int] = field(default_factory=dict)
     """For each row, how many prompts in host memory contain it."""
-    ending_here: dict[int, CachedPrompt] | None = None  # the prompt that ends here, for each row
+    ending_here: dict[int, CachedPrompt] = field(default_factory=dict)
+    """The prompt that ends here, for each row."""
 
     @property
     def end(self) -> int:
@@ -175,14 +170,7 @@ class PrefixEdge:
         """This prompt, whose tokens a node has reported, ends here."""
         if held.ends_on_block:
             self.reported_tokens = held.prompt_tokens
-        if self.ending_here is None:
-            self.ending_here = {}
         self.ending_here[held.row] = held
-
-    def remove_end(self, held: CachedPrompt) -> None:
-        """This prompt is removed."""
-        if self.ending_here is not None and self.ending_here.get(held.row) is held:
-            del self.ending_here[held.row]
 
     def split(self, at: int) -> PrefixEdge:
         """Keep the blocks from `at` on; returns a new edge, the parent, with those before."""
@@ -319,8 +307,7 @@ class FleetPromptCache:
 
     def resize(self, row: int, slots: int) -> None:
         """A node has so many slots."""
-        node = self.nodes.get(row)
-        if node is None:
+        if (node := self.nodes.get(row)) is None:
             self.nodes[row] = NodePromptCache(self.tree, row, max(1, slots))
             return
         self._latest = None
@@ -329,8 +316,7 @@ class FleetPromptCache:
 
     def forget_node(self, row: int) -> None:
         """The node has another server, or is gone: it caches nothing."""
-        node = self.nodes.pop(row, None)
-        if node is not None:
+        if (node := self.nodes.pop(row, None)) is not None:
             self._latest = None
             for key in list(node.running):
                 self._stop(row, node, key)
@@ -399,8 +385,7 @@ class FleetPromptCache:
 
     def request_dropped(self, row: int, prompt: PromptKey) -> None:
         """A request ended without usage: it is unknown what its slot holds."""
-        node = self.nodes.get(row)
-        if node is not None:
+        if (node := self.nodes.get(row)) is not None:
             self._stop(row, node, id(prompt))
 
     def export(self, row: int) -> Iterator[tuple[int, CachedPrompt]]:
@@ -454,7 +439,6 @@ class FleetPromptCache:
         return PromptMatch(prompt, total, agreed, passed)
 
     def _stop(self, row: int, node: NodePromptCache, key: int) -> RunningPrompt | None:
-        """Take a request out of the running ones."""
         self._latest = None
         running = node.running.pop(key, None)
         if running is not None and (blocks := running.prompt.blocks):
@@ -543,9 +527,8 @@ class NodePromptCache:
 
     def reusable_tokens(self, held: CachedPrompt) -> float:
         """Tokens of this prompt and its answer that the next turn finds."""
-        if not held.ends_on_block:
-            return held.prompt_tokens
-        return held.prompt_tokens + held.answer_tokens * self.answer_share
+        found = self.answer_share if held.ends_on_block else 0.0
+        return held.prompt_tokens + held.answer_tokens * found
 
     def common_tokens(self, held: CachedPrompt, match: PromptMatch) -> float:
         """Tokens that a cached prompt has in common with the matched one."""
@@ -563,7 +546,7 @@ class NodePromptCache:
         most, row = 0.0, self.row
         for edge, tokens in match.agreed.items():
             if row in (edge.slot_counts if in_slot else edge.host_counts):
-                if edge.ending_here is not None and edge in match.passed:
+                if edge.ending_here and edge in match.passed:
                     return math.inf  # A prompt that ends here counts with its answer.
                 most = max(most, tokens)
         return most
@@ -607,7 +590,9 @@ class NodePromptCache:
             running.previous_prompt = source.prompt_tokens
             running.previous_answer = source.answer_tokens
         if loaded is not None:
-            running.host_depth = self.host_depth(loaded)
+            # From the newest prompt down to this one.
+            kept = dropwhile(lambda held: held is not loaded, self.host_prompts)
+            running.host_depth = sum(held.tokens for held in kept)
             self.leave_host(loaded)
         if slot is not None:
             if loaded is not None or spared < SLOT_KEPT_SHARE * slot.tokens:
@@ -679,7 +664,7 @@ class NodePromptCache:
             return
         held.copy_to_host()
         for edge in leaf.path_to_root():
-            shorter = edge.ending_here.get(self.row) if edge.ending_here else None
+            shorter = edge.ending_here.get(self.row)
             if shorter is not None and shorter.in_host and shorter is not held:
                 self.leave_host(shorter)
         self.host_prompts[held] = None
@@ -725,15 +710,6 @@ class NodePromptCache:
         """The node caches nothing any more."""
         for held in {**self.slot_prompts, **self.host_prompts}:
             self.evict(held)
-
-    def host_depth(self, found: CachedPrompt) -> float:
-        """Tokens in host memory from the newest prompt down to this one."""
-        tokens = 0.0
-        for held in reversed(self.host_prompts):
-            tokens += held.tokens
-            if held is found:
-                break
-        return tokens
 
 
 def common_blocks(blocks: Sequence[int], others: Sequence[int], start: int = 0) -> int:

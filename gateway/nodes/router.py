@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, TypeGuard, get_args
+from typing import Any, Literal, NamedTuple, TypeGuard, TypeVar, get_args
 
 import msgspec
 
@@ -35,6 +35,7 @@ from gateway.nodes.server_properties import (
     number_given,
 )
 
+T = TypeVar("T", dict[str, Any], list[Any])
 # Seconds after a failed load until the next try for that model on that node; doubles each time.
 FIRST_RETRY, MOST_RETRY = 10.0, 600.0
 # Seconds for which a list that was under way may contradict an unload that was ordered.
@@ -63,13 +64,7 @@ UNLOAD_CAUSES: tuple[str, ...] = get_args(UnloadCause)
 
 # A model's status as a router lists it. `downloading` counts as unloaded.
 Status = Literal["unloaded", "loading", "loaded", "sleeping"]
-_STATUSES: dict[str, Status] = {
-    "unloaded": "unloaded",
-    "downloading": "unloaded",
-    "loading": "loading",
-    "loaded": "loaded",
-    "sleeping": "sleeping",
-}
+_STATUSES: dict[str, Status] = {one: one for one in get_args(Status)} | {"downloading": "unloaded"}
 
 
 class LoadPhase(enum.Enum):
@@ -84,7 +79,6 @@ class LoadPhase(enum.Enum):
 
 
 _STEADY_PHASES = frozenset({LoadPhase.UNLOADED, LoadPhase.READY, LoadPhase.FAILED})
-LOADED_PHASES = frozenset({LoadPhase.READY, LoadPhase.RETIRING})
 
 
 class RoutedModel(NamedTuple):
@@ -103,21 +97,22 @@ class RoutedModel(NamedTuple):
     args: tuple[str, ...] = ()  # of its server
 
 
+def _as(kind: type[T], value: object) -> T:
+    """A value of this kind; an empty one, if it is of another."""
+    return value if isinstance(value, kind) else kind()
+
+
 def read_list(listed: object) -> list[RoutedModel]:
     """The models of a list that `parse_models` has read, each name once; no malformed ones."""
-    data = listed.get("data") if isinstance(listed, dict) else None
     found: dict[str, RoutedModel] = {}
-    for entry in data if isinstance(data, list) else ():
+    for entry in _as(list, _as(dict, listed).get("data")):
         name = entry.get("id")
         if not is_model_name(name):
             continue
-        aliases = entry.get("aliases")
-        aliases = aliases[:MOST_ALIASES] if isinstance(aliases, list) else []
-        status = entry.get("status")
-        status = status if isinstance(status, dict) else {}
+        aliases = _as(list, entry.get("aliases"))[:MOST_ALIASES]
+        status = _as(dict, entry.get("status"))
         value, code = status.get("value"), status.get("exit_code")
-        args = status.get("args")
-        args = [one for one in args if isinstance(one, str)] if isinstance(args, list) else []
+        args = [one for one in _as(list, status.get("args")) if isinstance(one, str)]
         given = dict(pairwise(args))
         slots = number_given(given, "--parallel", MOST_SLOTS)
         context = number_given(given, "--ctx-size", MOST_CONTEXT)
@@ -151,7 +146,8 @@ def is_model_name(name: object) -> TypeGuard[str]:
 
 def read_running(answer: object) -> dict[str, bool] | None:
     """By its name: whether a model is loaded, or is being so; None: the answer is no such list."""
-    listed = answer.get("running", answer.get("models")) if isinstance(answer, dict) else None
+    told = _as(dict, answer)
+    listed = told.get("running", told.get("models"))
     if not isinstance(listed, list):
         return None
     found = {}
@@ -189,13 +185,12 @@ def _status(model: RoutedModel, running: Mapping[str, bool] | None) -> Status | 
 
 def _with_aliases(listed: object) -> dict[str, object]:
     """The list, in which each model has its further names: llama-swap lists these as models too."""
-    data = listed.get("data") if isinstance(listed, dict) else None
-    entries = {name: one for one in data or () if is_model_name(name := one.get("id"))}
+    data = _as(list, _as(dict, listed).get("data"))
+    entries = {name: one for one in data if is_model_name(name := one.get("id"))}
     found: dict[str, list[object]] = {name: [] for name in entries}
     for name, entry in entries.items():
-        meta = entry.get("meta")
-        about = meta.get("llamaswap") if isinstance(meta, dict) else None
-        owner = about.get("modelID") if isinstance(about, dict) else None
+        about = _as(dict, entry.get("meta")).get("llamaswap")
+        owner = _as(dict, about).get("modelID")
         if isinstance(owner, str) and owner in found and owner != name:
             found[owner].append(name)
             found.pop(name, None)
@@ -239,9 +234,8 @@ def _read_event(line: bytes) -> ModelEvent | None:
         event = _EVENTS.decode(line[5:])
     except UNREADABLE:
         return None
-    model, data = event.get("model"), event.get("data")
-    progress = data.get("progress") if isinstance(data, dict) else None
-    value = progress.get("value") if isinstance(progress, dict) else None
+    model, data = event.get("model"), _as(dict, event.get("data"))
+    value = _as(dict, data.get("progress")).get("value")
     is_share = isinstance(value, (int, float)) and 0.0 <= value <= 1.0
     return ModelEvent(model if isinstance(model, str) else None, value if is_share else None)
 
@@ -292,7 +286,7 @@ class ModelLoad:
     @property
     def loaded(self) -> bool:
         """Whether its server runs with the model."""
-        return self.phase in LOADED_PHASES
+        return self.phase is LoadPhase.READY or self.phase is LoadPhase.RETIRING
 
     def enter(
         self, phase: LoadPhase, reason: str, now: float, cause: UnloadCause | None = None
@@ -506,10 +500,10 @@ class RouterRecord:
         """Another one has loaded or unloaded a model; whether that was once too often."""
         self._by_others.append(now)
         many = len(self._by_others) == MOST_BY_OTHERS
-        if many and now - self._by_others[0] <= BY_OTHERS_SECONDS and not self.stopped(now):
+        stops = many and now - self._by_others[0] <= BY_OTHERS_SECONDS and not self.stopped(now)
+        if stops:
             self.stopped_until = now + OTHERS_PAUSE
-            return True
-        return False
+        return stops
 
     def trust(self) -> None:
         """An operator says that it may be commanded again."""

@@ -133,8 +133,7 @@ class ServerProperties:
         process = None if process == CONSTANT_MARKER else process
         if process != self.process:
             self.process, self.shared_pool, self.purpose_asked = process, None, False
-        path = _name(props.get("model_path"))
-        if path is not None:
+        if (path := _name(props.get("model_path"))) is not None:
             self.file = path.replace("\\", "/").rpartition("/")[2] or None
         self.ftype = _name(props.get("model_ftype")) or self.ftype
         template = props.get("chat_template")
@@ -410,13 +409,12 @@ def inventory_drift(spec: NodeSpec, properties: ServerProperties) -> tuple[str, 
         )
     if spec.kv == "split" and properties.shared_pool:
         drift.append("kv: the inventory says split, the server's slots share one pool")
-    if spec.models is not None and properties.models:
-        missing = sorted(set(spec.models.values()) - set(properties.names))
-        if missing:
-            drift.append(
-                f"model: the inventory says {', '.join(missing)}, "
-                f"the server serves {', '.join(properties.names[:8])}"
-            )
+    declared = set((spec.models or {}).values()) if properties.models else set()
+    if missing := sorted(declared - set(properties.names)):
+        drift.append(
+            f"model: the inventory says {', '.join(missing)}, "
+            f"the server serves {', '.join(properties.names[:8])}"
+        )
     return tuple(drift)
 
 

@@ -105,11 +105,9 @@ class Speed:
 
     def learn(self, sample: SpeedSample) -> None:
         """Learn from what one answer has shown."""
-        rate = sample.prefill
-        if rate is not None:
+        if (rate := sample.prefill) is not None:
             self._prefill.learn(1 / rate.tokens, rate.low, rate.high, rate.tokens)
-        rate = sample.decode
-        if rate is not None:
+        if (rate := sample.decode) is not None:
             self._decode.learn((sample.busy_slots or 1.0) - 1, rate.low, rate.high, rate.tokens)
         self._update()
         self.samples += 1
@@ -168,10 +166,8 @@ class Speed:
         self.version += 1
         prior = self.calibrated or self.prior
         prefill, decode = self._prefill.line, self._decode.line
-        if prefill is not None:
-            self.prefill_tps = self.expected_prefill_tps = 1 / prefill.level
-        else:
-            self.prefill_tps, self.expected_prefill_tps = None, prior.prefill_tps
+        self.prefill_tps = None if prefill is None else 1 / prefill.level
+        self.expected_prefill_tps = self.prefill_tps or prior.prefill_tps
         if decode is not None:
             self.decode_tps = 1 / decode.level
             self.token_base, self.token_step = decode.level, decode.slope
@@ -216,7 +212,7 @@ CLOCK_SLACK = 0.25
 SUSPICIOUS_FACTOR = 4.0
 # Most of a decode that the prefill of other prompts can have taken, as a share.
 MOST_STALLED_SHARE = 0.875
-_NEVER, _NAN = math.inf, math.nan
+_NAN = math.nan
 
 
 # Structs of msgspec: some are made for each response from which a speed is learnt.
@@ -283,7 +279,7 @@ def sample_from_timings(
         sample.context_tokens = prefill.tokens + (
             cached if 0 < cached <= MOST_REQUEST_TOKENS else 0.0
         )
-    if seen is None or not _is_sane(seen):
+    if seen is None or seen.duration <= 0:
         return sample
     sample.busy_slots = max(1.0, seen.busy_slots)
     ttft, prefills, stalled = seen.ttft, seen.mean_prefills, seen.stalled_seconds
@@ -312,7 +308,7 @@ def sample_from_clock(
 ) -> SpeedSample:
     """The sample of an endpoint without timings: what the gateway saw, its queue included."""
     if not (
-        _is_sane(seen)
+        seen.duration > 0
         and 0 <= prompt_tokens <= MOST_REQUEST_TOKENS
         and 0 <= cached_tokens <= MOST_REQUEST_TOKENS
         and 0 <= completion_tokens <= MOST_REQUEST_TOKENS
@@ -346,30 +342,12 @@ def _token_time(tokens: float, seconds: float) -> TokenTime | None:
     return TokenTime(tokens, each, each) if 1 / FASTEST_TPS <= each <= 1 / SLOWEST_TPS else None
 
 
-def _is_sane(seen: ObservedTiming) -> bool:
-    # Without calls of `min` and `max` here and below: each costs as much as four comparisons.
-    duration, ttft = seen.duration, seen.ttft or 0.0
-    busy, stalled, prefills = seen.busy_slots, seen.stalled_seconds, seen.mean_prefills
-    return (
-        duration > 0
-        and ttft >= 0
-        and busy >= 0
-        and stalled >= 0
-        and prefills >= 0
-        and duration + ttft + busy + stalled + prefills < _NEVER
-    )
-
-
 def _number(timings: Mapping[str, object], key: str) -> float:
     value = timings.get(key)
     if type(value) is float:
         return value
-    if type(value) is not int:
-        return _NAN
-    try:
-        return float(value)
-    except OverflowError:
-        return _NAN
+    # Far larger numbers are no time and no count, and the largest are no floats.
+    return float(value) if type(value) is int and value.bit_length() < 64 else _NAN
 
 
 MOST_TREND_STEP = 4.0  # one measurement counts as at most this factor above or below the prediction
@@ -404,8 +382,8 @@ class LinearTrend:
             w, x, y, xx, xy = (kept * one for one in (line.w, line.x, line.y, line.xx, line.xy))
             self.line = TrendLine(line.level, line.slope, w, x, y, xx, xy)
 
-    def learn(self, x: float, low: float, high: float, weight: float) -> bool:
-        """Learn that y lies between `low` and `high` (0 < low <= high); False: it was ignored.
+    def learn(self, x: float, low: float, high: float, weight: float) -> None:
+        """Learn that y lies between `low` and `high` (0 < low <= high).
 
         A point (`low` = `high`) moves the line by its whole weight. A wide interval moves it
         little: to its nearer end, and slowly on to the lower one, since the cause of a wide
@@ -436,7 +414,7 @@ class LinearTrend:
             if low < y:
                 y = math.sqrt(y * max(low, least))
         elif low < high * WIDEST_FIRST_SAMPLE:
-            return False
+            return
         else:
             y = math.sqrt(low * high)
         kept = left * 0.5 ** (weight / half_life)
@@ -456,7 +434,6 @@ class LinearTrend:
         if not 0.0 <= slope <= most:
             slope = most if slope > most else 0.0
         self.line = TrendLine(y - slope * x, slope, sum_w, sum_x, sum_y, sum_xx, sum_xy)
-        return True
 
 
 DEGRADED_BELOW = 0.4  # share of its usual speed below which a node is degraded
@@ -566,8 +543,7 @@ class SpeedHistory:
 
     def watch(self, kind: tuple[int, int], rate: TokenTime, now: float) -> None:
         """Compare a span of a running request, from which no usual speed is learnt."""
-        usual = self._usual(kind)
-        if usual is not None:
+        if (usual := self._usual(kind)) is not None:
             self._judge(_share(usual, rate), usual, now)
 
     def _usual(self, kind: tuple[int, int]) -> float | None:
@@ -582,15 +558,12 @@ class SpeedHistory:
         if not self.bounded:
             return None
         busy, context = kind
-        return min(
-            [
-                known.log_seconds
-                + math.log(2) * (max(0, busy - other) / 2 + max(0, context - text))
-                for (other, text), known in self.baselines.items()
-                if not known.is_young
-            ],
-            default=None,
-        )
+        bounds = [
+            known.log_seconds + math.log(2) * (max(0, busy - other) / 2 + max(0, context - text))
+            for (other, text), known in self.baselines.items()
+            if not known.is_young
+        ]
+        return min(bounds, default=None)
 
     def _judge(self, share: float, usual: float, now: float) -> None:
         """One more request, or a span of one, had this share of the usual speed."""
@@ -659,13 +632,10 @@ class DegradationDetector:
             read = None
         if wrote is not None and (wrote.tokens < LEAST_DECODE_TOKENS or sample.busy_slots is None):
             wrote = None
-        if read is None and wrote is None:
-            return False
         before = self.degraded
         if read is not None:
-            self.prefill.learn(
-                (_size_class(read.tokens), _size_class(sample.context_tokens)), read, now
-            )
+            kind = _size_class(read.tokens), _size_class(sample.context_tokens)
+            self.prefill.learn(kind, read, now)
         if wrote is not None:
             self.decode.learn(_decode_kind(sample), wrote, now)
         return self.degraded is not before

@@ -105,16 +105,8 @@ class PropertiesStore:
     A server is known by its node's name and its address: at another address it is another server.
     """
 
-    def __init__(
-        self,
-        path: Path | None = None,
-        *,
-        most_servers: int = MOST_SERVERS,
-        save_after: float = SAVE_AFTER,
-    ) -> None:
-        self._path = path
-        self._most_servers = most_servers
-        self._save_after = save_after
+    def __init__(self, path: Path | None = None, *, most_servers: int = MOST_SERVERS) -> None:
+        self._path, self._most_servers = path, most_servers
         self._servers = {} if path is None else _read_properties(path, most_servers)
         self._changed = asyncio.Event()
         self._writing = threading.Lock()
@@ -140,7 +132,7 @@ class PropertiesStore:
         """Write changes, until cancelled; then `save` writes the rest."""
         while True:
             await self._changed.wait()
-            await asyncio.sleep(self._save_after)
+            await asyncio.sleep(SAVE_AFTER)
             self._changed.clear()
             await asyncio.to_thread(self._write, tuple(self._servers.items()))
 

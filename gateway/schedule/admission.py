@@ -111,14 +111,13 @@ class Waiter(msgspec.Struct, eq=False):
         starting, it waits as for any slot.
         """
         starting_in = None
-        if self.candidates.any_alive():
-            self.nodes_down_since = None
-        else:
+        is_alive = self.candidates.any_alive()
+        if not is_alive:
             starting_in = standby_ready_in(self.candidates.by_model, settings.elastic.cooldown, now)
-            if starting_in is not None:
-                self.nodes_down_since = None
-            elif self.nodes_down_since is None:
-                self.nodes_down_since = now
+        if is_alive or starting_in is not None:
+            self.nodes_down_since = None
+        elif self.nodes_down_since is None:
+            self.nodes_down_since = now
         # What a request has that has yielded is kept until its time limit.
         down_since = None if self.request.caller.times_yielded else self.nodes_down_since
         if down_since is not None:
@@ -192,8 +191,7 @@ class Waiters:
 
     def pop(self, queued: QueuedRequest) -> Waiter | None:
         """Take out the waiter of this entry; it does not wait any more."""
-        waiter = self._by_queued.pop(queued, None)
-        if waiter is not None:
+        if (waiter := self._by_queued.pop(queued, None)) is not None:
             self._by_request_id.pop(waiter.request.id, None)
             waiter.set_timer(None)
             user = caller_and_user(waiter.request)
@@ -416,19 +414,13 @@ class CompletionRate:
         self.total += 1
         self._ends.append(now)
 
-    def per_second(self, now: float) -> float | None:
-        """Completions per second; None while fewer than two were seen."""
+    def seconds_until(self, ahead: int, now: float) -> float | None:
+        """Seconds until `ahead` more requests are completed; None while fewer than two were."""
         ends = self._ends
         while ends and ends[0] < now - RATE_WINDOW:
             ends.popleft()
-        if len(ends) < 2:
-            return None
-        return len(ends) / max(now - ends[0], 1e-3)
-
-    def seconds_until(self, ahead: int, now: float) -> float | None:
-        """Seconds until `ahead` more requests are completed; None while unknown."""
-        rate = self.per_second(now)
-        return None if rate is None else ahead / rate
+        per_second = len(ends) / max(now - ends[0], 1e-3) if len(ends) >= 2 else None
+        return None if per_second is None else ahead / per_second
 
     def retry_after(self, ahead: int, now: float) -> float:
         """Whole seconds of `Retry-After` for a request that would be behind `ahead` others."""
@@ -451,9 +443,7 @@ def combine_waits(
         by_work = None
     if not ahead:
         return None if by_work is None else by_work / 2
-    by_rate = (
-        completion_rate.seconds_until(ahead + 1, now) if completion_rate.total >= slots else None
-    )
-    if by_rate is None or by_work is None:
-        return by_work if by_rate is None else by_rate
-    return min(by_rate, by_work)
+    by_rate = None
+    if completion_rate.total >= slots:
+        by_rate = completion_rate.seconds_until(ahead + 1, now)
+    return min((one for one in (by_rate, by_work) if one is not None), default=None)

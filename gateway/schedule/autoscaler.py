@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -43,25 +44,18 @@ MASK = "****"
 
 
 async def run_hook(
-    hook: Hook,
-    name: str,
-    spec: NodeSpec,
-    timeout: float,
-    clock: Callable[[], float],
-    *,
-    kill_after: float = KILL_AFTER,
+    hook: Hook, name: str, spec: NodeSpec, timeout: float, clock: Callable[[], float]
 ) -> HookEnded:
     """Run it to its end, or for `timeout` seconds. Cancelled, it leaves no process behind.
 
-    `name`: `start` or `stop`. A command that does not end gets SIGTERM, and SIGKILL `kill_after`
+    `name`: `start` or `stop`. A command that does not end gets SIGTERM, and SIGKILL `KILL_AFTER`
     seconds later.
     """
-    began = clock()
-    output = bytearray()
+    began, output = clock(), bytearray()
     try:
         async with asyncio.timeout(timeout):
             if hook.url is None:
-                outcome, detail = await _run(hook.command, spec, output, kill_after)
+                outcome, detail = await _run(hook.command, spec, output)
             else:
                 outcome, detail = await _call(hook, output)
     except TimeoutError:
@@ -75,9 +69,7 @@ async def run_hook(
     return HookEnded(spec.name, name, outcome, clock() - began, detail, told)
 
 
-async def _run(
-    command: Iterable[str], spec: NodeSpec, output: bytearray, kill_after: float
-) -> tuple[str, str]:
+async def _run(command: Iterable[str], spec: NodeSpec, output: bytearray) -> tuple[str, str]:
     """Run a command in a session of its own, so that all its processes can be ended.
 
     The output is read from a pipe that this function closes: a server that the command leaves
@@ -94,11 +86,8 @@ async def _run(
                 stdout=writer,
                 stderr=writer,
                 start_new_session=True,
-                env={
-                    **os.environ,
-                    "LLAMA_GATEWAY_NODE": spec.name,
-                    "LLAMA_GATEWAY_NODE_URL": spec.url,
-                },
+                env=os.environ
+                | {"LLAMA_GATEWAY_NODE": spec.name, "LLAMA_GATEWAY_NODE_URL": spec.url},
             )
         finally:
             os.close(writer)
@@ -106,7 +95,7 @@ async def _run(
         try:
             status = await process.wait()
         except asyncio.CancelledError:
-            await _kill(process, kill_after)
+            await _kill(process)
             raise
         finally:
             _keep_last(loop, reader, output)
@@ -131,13 +120,13 @@ def _keep_last(loop: asyncio.AbstractEventLoop, reader: int, output: bytearray) 
     del output[:-MOST_OUTPUT]
 
 
-async def _kill(process: asyncio.subprocess.Process, kill_after: float) -> None:
-    """End its whole session, within twice `kill_after` seconds."""
+async def _kill(process: asyncio.subprocess.Process) -> None:
+    """End its whole session, within twice `KILL_AFTER` seconds."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
         with suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), kill_after)
+            await asyncio.wait_for(process.wait(), KILL_AFTER)
             break
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -146,11 +135,8 @@ async def _kill(process: asyncio.subprocess.Process, kill_after: float) -> None:
 async def _call(hook: Hook, output: bytearray) -> tuple[str, str]:
     """Make an HTTP call; redirects are not followed, since they would take the secrets along."""
     assert hook.url is not None
-    headers = {
-        **hook.headers,
-        **{name: secret.get_secret_value() for name, secret in hook.secrets.items()},
-    }
-    parts = urlsplit(hook.url)
+    secrets = {name: secret.get_secret_value() for name, secret in hook.secrets.items()}
+    headers, parts = {**hook.headers, **secrets}, urlsplit(hook.url)
     call = f"{hook.method} {parts.scheme}://{parts.netloc}{parts.path}"
     # Reading the authorities takes 15 ms.
     context = await asyncio.to_thread(httpx.create_ssl_context, trust_env=False)
@@ -167,24 +153,20 @@ async def _call(hook: Hook, output: bytearray) -> tuple[str, str]:
             status = response.status_code
     except httpx.HTTPError as error:
         return "error", f"{call}: {error_line(error)}"
-    if response.is_success:
-        return "ok", f"{call} answered {status}"
-    return "failed", f"{call} answered {status}"
+    return "ok" if response.is_success else "failed", f"{call} answered {status}"
 
 
 def _shown(text: str | bytearray, secrets: Iterable[str]) -> str:
     """Printable, on one line, without secrets."""
     if isinstance(text, bytearray):
         text = text.decode("utf-8", "replace")
-    for secret in secrets:
-        if secret:
-            text = text.replace(secret, MASK)
-    return " ".join(
-        "".join(character if character.isprintable() else " " for character in text).split()
-    )
+    for secret in filter(None, secrets):
+        text = text.replace(secret, MASK)
+    return " ".join("".join(one if one.isprintable() else " " for one in text).split())
 
 
 log = logging.getLogger(__name__)
+_NOT_ON = frozenset({LifecyclePhase.UNKNOWN, LifecyclePhase.OFF, LifecyclePhase.STARTING})
 TICK = 0.5  # seconds between two looks at the load
 OFF_REASON = "standby: it does not run"
 
@@ -226,9 +208,8 @@ class Autoscaler:
         for node in standby:
             self._follow_probes(node, now)
         rules = self.scheduler.settings.elastic
-        for action in self.policy.decide(
-            self._standby_nodes(nodes, standby), self._demands(), rules, now
-        ):
+        shown = self._standby_nodes(nodes, standby)
+        for action in self.policy.decide(shown, self._demands(), rules, now):
             self._carry_out(self.fleet.nodes[action.name], action, now)
         running = sum(node.lifecycle.phase is not LifecyclePhase.OFF for node in standby)
         for node in standby:
@@ -242,17 +223,13 @@ class Autoscaler:
         if lifecycle.phase is LifecyclePhase.STOPPING:
             if now >= lifecycle.retry_at:
                 self._start_task(node, self._stop(node, lifecycle.reason))
-        elif probing.up and lifecycle.phase in {
-            LifecyclePhase.UNKNOWN,
-            LifecyclePhase.OFF,
-            LifecyclePhase.STARTING,
-        }:
+        elif probing.up and lifecycle.phase in _NOT_ON:
             lifecycle.runs(now)
             self.fleet.lifecycle_changed(node)
         elif lifecycle.phase is LifecyclePhase.UNKNOWN and probing.loading:
             lifecycle.enter(LifecyclePhase.STARTING, "found loading its model", now)
         elif lifecycle.phase is LifecyclePhase.UNKNOWN and probing.down:
-            self._enter_off(node, OFF_REASON, now)
+            self._enter(node, LifecyclePhase.OFF, OFF_REASON, now)
         elif lifecycle.phase is LifecyclePhase.STARTING:
             self._check_timeout(node, lifecycle.since, "it took no work", now)
         elif lifecycle.phase is LifecyclePhase.ON:
@@ -269,18 +246,15 @@ class Autoscaler:
             self._start_task(node, self._stop(node, f"{reason} for {settings.ready_timeout:g} s"))
 
     def _carry_out(self, node: Node, action: ScalingAction, now: float) -> None:
-        lifecycle = node.lifecycle
         if action.verb == "start":
-            lifecycle.start(f"being started: {action.reason}", now)
+            node.lifecycle.start(f"being started: {action.reason}", now)
             self.fleet.lifecycle_changed(node, reset_probes=True)
             self._start_task(node, self._start(node))
         elif action.verb == "retire":
             reason = f"{action.reason}: it ends what it runs and is stopped then"
-            lifecycle.enter(LifecyclePhase.RETIRING, reason, now)
-            self.fleet.lifecycle_changed(node)
+            self._enter(node, LifecyclePhase.RETIRING, reason, now)
         elif action.verb == "keep":
-            lifecycle.enter(LifecyclePhase.ON, action.reason, now)
-            self.fleet.lifecycle_changed(node)
+            self._enter(node, LifecyclePhase.ON, action.reason, now)
         elif not (node in self._tasks or node.leases or node.draining):
             self._start_task(node, self._stop_idle(node))
 
@@ -288,20 +262,18 @@ class Autoscaler:
 
     def _standby_nodes(self, nodes: Iterable[Node], standby: Iterable[Node]) -> list[StandbyNode]:
         """The `standby` nodes, each with what all other `nodes` have for its models."""
-        slots: dict[str, float] = {}
-        busy: dict[str, float] = {}
-        now = self.clock()
+        slots, busy, now = Counter[str](), Counter[str](), self.clock()
         for node in nodes:
             if capacity := node.capacity(now):
                 for model in node.public_models:
-                    slots[model] = slots.get(model, 0) + capacity
-                    busy[model] = busy.get(model, 0) + node.slots_busy
+                    slots[model] += capacity
+                    busy[model] += node.slots_busy
         found = []
         for node in standby:
             lifecycle, own = node.lifecycle, node.capacity(now)
             mine = node.slots_busy if own else 0
             others = min(
-                ((slots.get(m, 0) - own, busy.get(m, 0) - mine) for m in node.public_models),
+                ((slots[model] - own, busy[model] - mine) for model in node.public_models),
                 key=lambda pair: pair[0] - pair[1],
                 default=(0, 0),
             )
@@ -337,8 +309,7 @@ class Autoscaler:
                 continue
             wait = 0.0
             if priority.label in self.scheduler.settings.elastic.classes:
-                waited = now - waiter.queued_at
-                wait = max(waited, expected) if math.isfinite(expected) else waited
+                wait = max(now - waiter.queued_at, expected if math.isfinite(expected) else 0.0)
             known = demands.get(names)
             if known is None or wait > known.wait:
                 demands[names] = WaitingDemand(names, wait, alive)
@@ -347,10 +318,8 @@ class Autoscaler:
     def _may_start(self, nodes: Sequence[Node], label: str) -> frozenset[str]:
         """The names of the standby nodes among these that requests of a class may use."""
         hybrid = self.scheduler.settings.hybrid
-        gpu = label in hybrid.gpu_first or (
-            hybrid.spill is not None and label in hybrid.spill.classes
-        )
-        gpu = gpu or all(node.spec.tier == "gpu" for node in nodes)
+        spills = hybrid.spill is not None and label in hybrid.spill.classes
+        gpu = spills or label in hybrid.gpu_first or all(one.spec.tier == "gpu" for one in nodes)
         return frozenset(
             node.name for node in nodes if node.spec.autoscaled and (gpu or node.spec.tier != "gpu")
         )
@@ -358,8 +327,7 @@ class Autoscaler:
     # Hooks.
 
     def _start_task(self, node: Node, hook: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(hook, name=f"hook of {node.name}")
-        self._tasks[node] = task
+        task = self._tasks[node] = asyncio.create_task(hook, name=f"hook of {node.name}")
         task.add_done_callback(lambda done: self._task_ended(node, done))
 
     def _task_ended(self, node: Node, task: asyncio.Task[None]) -> None:
@@ -370,8 +338,7 @@ class Autoscaler:
 
     async def _start(self, node: Node) -> None:
         assert node.spec.start is not None
-        why = await self._run(node, "start", node.spec.start)
-        if why is None:
+        if (why := await self._run(node, "start", node.spec.start)) is None:
             node.lifecycle.explain("started")
             self.fleet.lifecycle_changed(node)
             return
@@ -396,24 +363,23 @@ class Autoscaler:
         assert node.spec.stop is not None
         lifecycle, settings = node.lifecycle, self.scheduler.settings.elastic
         if lifecycle.phase is not LifecyclePhase.STOPPING:
-            lifecycle.enter(LifecyclePhase.STOPPING, f"{why}: being stopped", self.clock())
-            self.fleet.lifecycle_changed(node)
+            self._enter(node, LifecyclePhase.STOPPING, f"{why}: being stopped", self.clock())
         failed = await self._run(node, "stop", node.spec.stop)
         now = self.clock()
         if failed is None:
             reason = f"{OFF_REASON}: {why.removesuffix(': being stopped')}"
             if lifecycle.retry_at > now:
                 reason += f"; not started again for {lifecycle.retry_at - now:.0f} s"
-            self._enter_off(node, reason, now)
+            self._enter(node, LifecyclePhase.OFF, reason, now)
             return
         lifecycle.record_failure(now, settings.backoff, settings.backoff_max)
         retry_in = lifecycle.retry_at - now
         lifecycle.explain(f"its stop hook failed: {failed}; it is tried again in {retry_in:.0f} s")
         self.fleet.lifecycle_changed(node)
 
-    def _enter_off(self, node: Node, reason: str, now: float) -> None:
-        node.lifecycle.enter(LifecyclePhase.OFF, reason, now)
-        self.fleet.lifecycle_changed(node, reset_probes=True)
+    def _enter(self, node: Node, phase: LifecyclePhase, reason: str, now: float) -> None:
+        node.lifecycle.enter(phase, reason, now)
+        self.fleet.lifecycle_changed(node, reset_probes=phase is LifecyclePhase.OFF)
 
     async def _run(self, node: Node, name: str, hook: Hook) -> str | None:
         """Run a hook and publish its result; why it failed, or None."""

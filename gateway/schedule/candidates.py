@@ -124,11 +124,8 @@ class NodeCandidates:
 
     def same_targets(self, other: NodeCandidates) -> bool:
         """Whether a request that waits for the `other` may stay in the queue as it is."""
-        return (
-            self.groups == other.groups
-            and self.excluded == other.excluded
-            and self.failed == other.failed
-        )
+        theirs = other.groups, other.excluded, other.failed
+        return (self.groups, self.excluded, self.failed) == theirs
 
     def any_alive(self) -> bool:
         """Whether one of its nodes, in the tiers open to it, is worth the ordinary wait."""
@@ -223,7 +220,12 @@ class FleetSync:
     def node_changed(self, node: Node | None) -> None:
         """Something about this node has changed; None: which nodes there are."""
         if node is None:
-            if self._nodes_differ():
+            # Routers have no rows.
+            rows, nodes = self._rows, [x for x in self.fleet.nodes.values() if not x.is_router]
+            if len(nodes) != len(rows) or any(
+                one not in rows or rows[one].gpu is not (one.spec.tier == "gpu") for one in nodes
+            ):
+                self._replace_rows(nodes)
                 for key in self.services:
                     self.service(key)
         elif (row := self._rows.get(node)) is not None:
@@ -231,8 +233,7 @@ class FleetSync:
 
     def speed_learnt(self, node: Node) -> None:
         """The node's speed has been learnt from a response, and nothing else has changed."""
-        row = self._rows.get(node)
-        if row is not None:
+        if (row := self._rows.get(node)) is not None:
             self._refresh_speed(node, row)
 
     def sync(self) -> None:
@@ -247,17 +248,6 @@ class FleetSync:
         now = self.clock()
         for node, row in list(self._loaded.items()):
             self._refresh(node, row, now)
-
-    def _nodes_differ(self) -> bool:
-        """Bring the rows to the fleet's nodes; whether they were others. Routers have none."""
-        rows = self._rows
-        nodes = [node for node in self.fleet.nodes.values() if not node.is_router]
-        differ = len(nodes) != len(rows) or any(
-            node not in rows or rows[node].gpu is not (node.spec.tier == "gpu") for node in nodes
-        )
-        if differ:
-            self._replace_rows(nodes)
-        return differ
 
     def _replace_rows(self, nodes: Sequence[Node]) -> None:
         """Add and remove rows. What runs on a removed one still ends there."""
@@ -585,8 +575,7 @@ def _key(name: str, wanted: WantedNode) -> ServiceKey:
 
 def with_context(nodes: Sequence[Node], tokens: int) -> Sequence[Node]:
     """Nodes with a context of so many tokens; if none, the largest: their error names the size."""
-    fitting = [node for node in nodes if node.context is None or node.context >= tokens]
-    if fitting:
+    if fitting := [node for node in nodes if node.context is None or node.context >= tokens]:
         return fitting
     largest = max((node.context or 0 for node in nodes), default=0)
     return [node for node in nodes if (node.context or 0) == largest]
@@ -656,8 +645,8 @@ class TierRouter:
 
     def cancel_reservation(self, candidates: NodeCandidates) -> None:
         """These candidates are not used."""
-        if candidates.tier_route is not None and candidates.tier_route.reservation is not None:
-            candidates.tier_route.reservation.cancel()
+        if (route := candidates.tier_route) is not None and route.reservation is not None:
+            route.reservation.cancel()
 
     def placed(
         self, candidates: NodeCandidates, row: NodeSlots

@@ -187,8 +187,7 @@ class DecisionLog:
     def queued(self, queueing: Queueing) -> None:
         """A request waits from now on."""
         self.queueings.append(queueing)
-        if self.followed:
-            self._collect(queueing)
+        self._collect(queueing)
 
     def refused(
         self, request: LeaseRequest, error: GatewayError, received_at: float, now: float
@@ -197,8 +196,7 @@ class DecisionLog:
         message = error.message[:LONGEST_REASON]
         refusal = Refusal(request.id, now, received_at, error.status, error.code, message)
         self.refusals.append(refusal)
-        if self.followed:
-            self._collect(refusal)
+        self._collect(refusal)
 
     def by_kind(self) -> tuple[tuple[type[Decision], deque[Any]], ...]:
         """The decisions of each kind."""
@@ -242,13 +240,10 @@ class DecisionLog:
         """What is remembered about each of these requests. One look at the whole log."""
         found = {request_id: RememberedRequest() for request_id in request_ids}
         for one in chain[Decision](self.queueings, self.refusals, self.grants):
-            known = found.get(one.request_id)
-            if known is not None:
+            if (known := found.get(one.request_id)) is not None:
                 known.decisions.append(one)
-            elif "." in one.request_id:
-                whole = found.get(one.request_id.rpartition(".")[0])
-                if whole is not None:
-                    whole.parts.add(one.request_id)
+            elif (whole := found.get(one.request_id.rpartition(".")[0])) is not None:
+                whole.parts.add(one.request_id)
         for request in found.values():
             request.decisions.sort(key=lambda one: one.at)
         return found

@@ -86,12 +86,10 @@ class LocalLeaseService:
         self, request: LeaseRequest, tried: Tried, age: float, *, response_started: bool = False
     ) -> GrantedLease:
         """As `LeaseService.wait_for_lease`. Raises: GatewayError."""
-        scheduler = self.scheduler
+        scheduler, began = self.scheduler, response_started
         received_at = scheduler.clock() - age
         try:
-            return await scheduler.wait_for_lease(
-                request, tried, age, response_started=response_started
-            )
+            return await scheduler.wait_for_lease(request, tried, age, response_started=began)
         except GatewayError as error:
             scheduler.decision_log.refused(request, error, received_at, scheduler.clock())
             raise
@@ -104,15 +102,13 @@ class LocalLeaseService:
         """As `LeaseService.ask_nodes`. Raises: GatewayError."""
         sync, now = self.scheduler.fleet_sync, self.scheduler.clock()
         if what == "unsupported_error":
-            error = sync.unsupported_error(request, tried)
-            if error is not None:
+            if (error := sync.unsupported_error(request, tried)) is not None:
                 raise error
             return False
         if what == "has_cpu_node":
-            labels, cpu = request.wanted.node_labels, self.fleet.nodes.values()
-            nodes = [
-                one for one in cpu if one.spec.tier == "cpu" and has_labels(one.spec.labels, labels)
-            ]
+            labels = request.wanted.node_labels
+            cpu = (one for one in self.fleet.nodes.values() if one.spec.tier == "cpu")
+            nodes = [one for one in cpu if has_labels(one.spec.labels, labels)]
         else:
             nodes = [*nodes_of(sync.nodes_by_model(request, tried))]
         if what == "has_larger_context":
@@ -285,7 +281,6 @@ class LocalLeaseService:
         return charge
 
     def _node_busy(self, lease: LeaseRecord, report: AttemptReport, now: float) -> None:
-        """The node could not serve the request at this time."""
         status, error = report.status, report.error
         if error is not None and error.is_loading:
             words = "the server is loading its model"
@@ -328,7 +323,6 @@ class LocalLeaseService:
     # Who is to blame.
 
     def _blame(self, lease: LeaseRecord, report: AttemptReport, now: float) -> None:
-        """The node, or the node or the request, is to blame for the attempt's end."""
         if report.outcome == "reset":
             lease.node.properties.process_ended()
         if report.fault is Fault.NODE:
@@ -359,11 +353,8 @@ class LocalLeaseService:
     def _blame_others(self, lease: LeaseRecord, *, complete: bool) -> None:
         """The lease's node answers a request that others failed; `complete`: to its end."""
         request, node = lease.request, lease.node
-        failures = self._failures.pop(request.id, None)
-        if failures is None:
-            return
         now, left = self.scheduler.clock(), []
-        for failure in failures:
+        for failure in self._failures.pop(request.id, ()):
             if failure.response_began and not complete:
                 left.append(failure)
             elif failure.node is not node:

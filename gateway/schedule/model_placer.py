@@ -192,10 +192,8 @@ class ModelPlacer:
 
     def _key_of(self, model: str) -> str | None:
         """The name by which the policy knows a public model; None: no router has it."""
-        for node in self.fleet.model_index.nodes_for(model):
-            if node.load is not None:
-                return model_key(node)
-        return None
+        nodes = self.fleet.model_index.nodes_for(model)
+        return next((model_key(node) for node in nodes if node.load is not None), None)
 
     async def _show_changes(self) -> None:
         """Tell the policy of what has changed in the fleet; of all of it in steps."""
@@ -270,22 +268,22 @@ class ModelPlacer:
         instance = self._instance(router, node)
         if self.policy.fleet.instance(instance.key) != instance:
             self.policy.fleet.put(instance)
-        if self._hangs(node, router) and not (node.leases or self._handed_over):
-            # Its router ends it, and the next request loads it anew.
+        history = node.probe_history
+        if (
+            load.phase is LoadPhase.READY
+            # Its server has not answered for long, though its router does: that ends it, and the
+            # next request loads it anew.
+            and history.down
+            and history.failures_in_a_row >= node.settings.health.fall
+            and router.takes_commands
+            and router.state is NodeState.READY
+            and not (node.leases or self._handed_over)
+        ):
             words = f"its server hangs: {node.reason}"
             action = LoadAction("unload", router.name, model, words, "died")
             self._carry_out(action, self.clock())
 
-    @staticmethod
-    def _hangs(node: Node, router: Node) -> bool:
-        """Whether a loaded model's server has not answered for long, though its router does."""
-        load, history = node.load, node.probe_history
-        is_ready = load is not None and load.phase is LoadPhase.READY
-        silent = history.down and history.failures_in_a_row >= node.settings.health.fall
-        return is_ready and silent and router.takes_commands and router.state is NodeState.READY
-
     def _models_changed(self, model: str) -> None:
-        """Tell the policy anew of this model on all nodes."""
         others = self.fleet.model_index.nodes_for(model)
         self._changed.update(dict.fromkeys(one for one in others if one.load is not None))
 
@@ -568,8 +566,7 @@ class ModelPlacer:
         self.fleet.load_changed(node)
 
     def _start_task(self, node: Node, command: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(command, name=f"command for {node.name}")
-        self._tasks[node] = task
+        task = self._tasks[node] = asyncio.create_task(command, name=f"command for {node.name}")
         task.add_done_callback(lambda done: self._task_ended(node, done))
 
     def _task_ended(self, node: Node, task: asyncio.Task[None]) -> None:
@@ -600,11 +597,10 @@ class ModelPlacer:
             return
         if busy:
             load.keep("others use it", self.clock())
-            self.fleet.load_changed(node)
-            return
-        self.fleet.load_ordered(node, "unload", load.reason)
-        if refused := await self._command(node, "unload"):
-            load.enter(LoadPhase.READY, refused[0], self.clock())
+        else:
+            self.fleet.load_ordered(node, "unload", load.reason)
+            if refused := await self._command(node, "unload"):
+                load.enter(LoadPhase.READY, refused[0], self.clock())
         self.fleet.load_changed(node)
 
     def _loaded(self, node: Node) -> None:
@@ -649,17 +645,13 @@ class ModelPlacer:
 
 
 class _ShownModel(NamedTuple):
-    """A router's model that the policy knows."""
-
     node: Node
     own: tuple[int | None, float | None]  # bytes and seconds that it has shown on this node
 
 
 class _ShownRouter(NamedTuple):
-    """A router that the policy knows, and its models by their names there."""
-
     node: Node
-    models: dict[str, _ShownModel]
+    models: dict[str, _ShownModel]  # by their names there
 
 
 def order_refused(why: str) -> GatewayError:
@@ -703,7 +695,6 @@ def model_key(node: Node) -> str:
 
 
 def _service_seconds(queued: QueuedRequest, speed: Speed) -> float:
-    """Seconds that a waiting request is expected to take on a node."""
     read = queued.prompt_tokens / speed.expected_prefill_tps
     return read + queued.completion_tokens * (speed.token_base + speed.token_step)
 

@@ -89,9 +89,7 @@ class LeaseRecord(Lease):
     ) -> None:
         """`grant`: what is kept of the lease to explain it."""
         Lease.__init__(self, node, placement.slots, placement.placed_at, stream)
-        self.request = request
-        self.placement = placement
-        self.grant = grant
+        self.request, self.placement, self.grant = request, placement, grant
         self.reservation = reservation
         """The share of the budget for the GPU tier that it holds."""
         self.adopted = adopted
@@ -225,8 +223,7 @@ class Scheduler:
                 if not earlier and asker.candidates.tier_route is None:
                     self._unplaced, self._unplaced_version = asker, self.fleet_sync.rows_version
                 break
-            granted = self._grant(asker, now)
-            if granted is not None:
+            if (granted := self._grant(asker, now)) is not None:
                 return granted
         self.tier_router.cancel_reservation(asker.candidates)
         return None
@@ -279,20 +276,12 @@ class Scheduler:
 
     def dearest_token(self, request: LeaseRequest) -> float:
         """The most that a token of the request is likely to cost on any node that serves it."""
-        index = self.fleet.model_index
-        return max(
-            (
-                dearest_token(node)
-                for name in request.wanted.model_names
-                for node in index.nodes_for(name)
-            ),
-            default=0.0,
-        )
+        names, nodes_for = request.wanted.model_names, self.fleet.model_index.nodes_for
+        return max((dearest_token(node) for name in names for node in nodes_for(name)), default=0.0)
 
     def keep_in_queue(self, request_id: str) -> None:
         """The request's client has the head of a response: displace others before it."""
-        waiter = self.waiters.by_request_id(request_id)
-        if waiter is not None:
+        if (waiter := self.waiters.by_request_id(request_id)) is not None:
             waiter.note_response_started()
 
     # In a cluster.
@@ -340,15 +329,11 @@ class Scheduler:
     def queue_positions(self) -> list[QueuePosition]:
         """The waiting requests, in the order in which they are likely to go."""
         now = self.clock()
-        return [
-            QueuePosition(
-                waiter.request.id,
-                position,
-                now - waiter.queued_at,
-                wait if math.isfinite(wait) else None,
-            )
-            for position, (waiter, wait) in enumerate(self.predicted_waits(), 1)
-        ]
+        positions = []
+        for position, (waiter, wait) in enumerate(self.predicted_waits(), 1):
+            id_, known = waiter.request.id, wait if math.isfinite(wait) else None
+            positions.append(QueuePosition(id_, position, now - waiter.queued_at, known))
+        return positions
 
     def predicted_waits(self, most: int | None = None) -> Iterator[tuple[Waiter, float]]:
         """The first `most` waiting requests, each with the seconds until it is expected to start.
@@ -356,8 +341,7 @@ class Scheduler:
         Infinity: unknown.
         """
         for queued, wait in islice(self.dispatcher.predicted_waits(self.clock()), most):
-            waiter = self.waiters.get(queued)
-            if waiter is not None:
+            if (waiter := self.waiters.get(queued)) is not None:
                 loads = self.fleet.routers and math.isinf(wait)
                 yield waiter, load_wait(waiter.candidates, self.clock()) if loads else wait
 
@@ -402,13 +386,10 @@ class Scheduler:
 
     def has_room(self) -> bool:
         """Whether one more request could be taken: at once, or into the queue."""
-        waiters = self.waiters
-        if self.closing:
-            return False
+        count, fair_share = len(self.waiters), self.waiters.fair_share
         # In a full queue a new caller gets a place of one that has several.
-        return len(waiters) < self.settings.queue.max or waiters.fair_share.fits(
-            "", 1, len(waiters)
-        )
+        has_place = count < self.settings.queue.max or fair_share.fits("", 1, count)
+        return has_place and not self.closing
 
     def retry_after(self) -> float:
         """Seconds until the next request is expected to end."""
@@ -429,8 +410,7 @@ class Scheduler:
 
     def refuse(self, request_id: str, error: errors.GatewayError) -> bool:
         """End the wait of one request with this error. Returns whether it was waiting."""
-        waiter = self.waiters.by_request_id(request_id)
-        if waiter is None:
+        if (waiter := self.waiters.by_request_id(request_id)) is None:
             return False
         self._refuse(waiter, error)
         self._match_soon()  # For those that it may have held up.
@@ -550,8 +530,7 @@ class Scheduler:
                 if self.fleet.routers:
                     self._on_model_asked_for(waiter.request.wanted.model_names[0], waits=True)
                 return
-            granted = self._grant(waiter, now)
-            if granted is not None:
+            if (granted := self._grant(waiter, now)) is not None:
                 waiter.granted.set_result(granted)
                 return
             self._rebuild(waiter, waiter.candidates)
@@ -567,7 +546,6 @@ class Scheduler:
         waiter.set_candidates(candidates, queued)
 
     def _match_soon(self) -> None:
-        """Called for each slot that comes free."""
         if self.dispatcher.waiting and self._match_handle is None:
             self._match_handle = asyncio.get_running_loop().call_soon(self.match)
 
@@ -762,7 +740,6 @@ class Scheduler:
         waiter.set_timer(timer)
 
     def _check_one(self, waiter: Waiter) -> None:
-        """Its time has come."""
         now = self.clock()
         if now < waiter.due_at:
             self._set_due(waiter, now)  # Not by the scheduler's own clock.
@@ -800,8 +777,7 @@ class Scheduler:
                     yield_candidate(lease_id, record, now)
                     for lease_id, record in islice(self.yielding.items(), batch_slots.MOST_COMPARED)
                 ]
-                chosen = batch_slots.choose_yields(queued.priority, missing, running)
-                if not chosen:
+                if not (chosen := batch_slots.choose_yields(queued.priority, missing, running)):
                     break
                 for lease_id in chosen:
                     record = self.yielding.pop(lease_id)
@@ -824,8 +800,7 @@ class Scheduler:
             )
             self.dispatcher.pool_tokens_changed(waiter.queued)
         retry_after = self.completion_rate.retry_after(len(self.waiters), now)
-        error = waiter.expiry_error(self.settings, retry_after, now)
-        if error is not None:
+        if (error := waiter.expiry_error(self.settings, retry_after, now)) is not None:
             self._refuse(waiter, error)
 
     def _update_candidates(self, waiter: Waiter, now: float, *, requeue: bool = False) -> None:

@@ -321,7 +321,7 @@ async def test_who_waits_for_a_node_again_is_not_shed_once_its_client_has_a_resp
         (waiting,) = scheduler.waiters
         assert not waiting.response_started
         await until(lambda: waiting.response_started)
-        fleet.resume("b")
+        fleet.drain("b", draining=False)
         reply = await task
         await proxy.settled()
         assert (reply.status_code, proxy.finished[0].node) == (200, "b")

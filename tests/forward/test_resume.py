@@ -423,7 +423,7 @@ async def test_a_client_that_leaves_during_a_resumption_leaves_nothing_behind(
         one.faults.next("reset", after_events=AFTER)
         asked = asyncio.create_task(proxy.ask(stream=True, temperature=0, max_tokens=2000))
         await until(lambda: one.requests == 1)
-        gateway.fleet.resume("b")
+        gateway.fleet.drain("b", draining=False)
 
         def is_reached() -> bool:
             if stage == "queued":

@@ -21,7 +21,6 @@ from gateway.nodes.circuit import (
     REFUSAL_REMEMBERED,
     START_LIMIT,
     Circuit,
-    CircuitPhase,
     ConcurrencyLimit,
 )
 from tests.each_case import each_case
@@ -47,7 +46,7 @@ def test_it_stays_open_for_about_the_set_time_then_wants_one_trial() -> None:
     assert 100 + 30 * (1 - OPEN_JITTER) <= until <= 100 + 30 * (1 + OPEN_JITTER)
     assert circuit.next_change(100.0) == until
     assert not circuit.wants_trial(until - 0.001)
-    assert circuit.phase(until) is CircuitPhase.HALF_OPEN
+    assert circuit.phase(until) == "half-open"
     assert circuit.wants_trial(until)
     circuit.begin_trial("lease")
     assert not circuit.wants_trial(until + 100)
@@ -69,15 +68,15 @@ def test_a_trial_that_fails_opens_it_for_twice_as_long_up_to_the_maximum() -> No
 def test_a_node_that_was_killed_gets_work_when_it_is_back_unless_it_keeps_dying() -> None:
     circuit = opened(now=10.0)
     circuit.server_restarted(11.0)
-    assert circuit.phase(11.0) is CircuitPhase.CLOSED
+    assert circuit.phase(11.0) == "closed"
     assert circuit.slow_start_slots(10, 11.0) == 1  # step by step
     assert not circuit.record_failure(11.5, began=9.0)  # another request that the crash ended
-    assert circuit.phase(11.5) is CircuitPhase.CLOSED
+    assert circuit.phase(11.5) == "closed"
     for _ in range(RULES.failures):
         circuit.record_failure(20.0)
     circuit.server_restarted(21.0)
     assert circuit.open_seconds == 60
-    assert circuit.phase(21.0) is CircuitPhase.OPEN
+    assert circuit.phase(21.0) == "open"
 
 
 def test_the_end_of_an_old_trial_does_not_end_the_new_one() -> None:
@@ -105,7 +104,7 @@ def test_a_trial_that_succeeds_closes_it_with_a_slow_start() -> None:
     now = end_of_open(circuit)
     circuit.begin_trial("lease")
     assert circuit.record_success(now, began=now)
-    assert (circuit.phase(now), circuit.failures) == (CircuitPhase.CLOSED, 0)
+    assert (circuit.phase(now), circuit.failures) == ("closed", 0)
     assert not circuit.close(now), "it is closed already"
     circuit.record_failure(now + 1, began=-1.0)
     assert circuit.failures == 0, "an old failure does not count"

@@ -152,7 +152,7 @@ async def test_a_drained_node_gets_no_work_even_after_a_restart(tmp_path: Path) 
         async with a_fleet(spec, folder=tmp_path) as fleet:
             assert fleet.state("a") is NodeState.DRAINING
             before = fleet.capacity
-            fleet.fleet.resume("a")
+            fleet.fleet.drain("a", draining=False)
             await fleet.fleet.save_orders()
             assert fleet.state("a") is NodeState.READY
             assert fleet["a"].free_slots(now()) == 2
@@ -245,7 +245,7 @@ async def play(story: list[tuple[str, Any]]) -> None:
                 if what == "fail":
                     fleet.request_failed(fleet.nodes[detail], now())
                 else:
-                    getattr(fleet, what)(detail)
+                    fleet.drain(detail, draining=what == "drain")
             held = [lease for lease in leases if is_held(lease)]
             for node in seen:
                 assert node.leased == sum(lease.slots for lease in held if lease.node is node)

@@ -466,7 +466,7 @@ async def test_a_drained_router_drains_its_models() -> None:
         await asyncio.sleep(1.0)
         fleet.fleet.drain("r")
         assert fleet.state("r/a") is NodeState.DRAINING
-        fleet.fleet.resume("r")
+        fleet.fleet.drain("r", draining=False)
         assert fleet.state("r/a") is NodeState.READY
         fleet.fleet.drain("r/a")
         assert (fleet.state("r"), fleet.state("r/a")) == (NodeState.READY, NodeState.DRAINING)

@@ -285,11 +285,11 @@ def test_the_rate_is_completions_per_second_of_the_window_and_unknown_at_first()
     assert rate.retry_after(3, 0.0) == DEFAULT_RETRY_AFTER
     for second in range(100, 110):
         rate.completed(float(second))
-        assert (rate.per_second(float(second)) is None) is (second == 100)
-    assert rate.per_second(110.0) == 1.0
+        assert (rate.seconds_until(1, float(second)) is None) is (second == 100)
+    assert rate.seconds_until(1, 110.0) == 1.0
     assert rate.seconds_until(5, 110.0) == 5.0
     assert rate.retry_after(5, 110.0) == 5.0
-    assert rate.per_second(110.0 + RATE_WINDOW) is None
+    assert rate.seconds_until(1, 110.0 + RATE_WINDOW) is None
 
 
 # Many waiting requests cost no more, each, than few.

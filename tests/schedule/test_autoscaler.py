@@ -289,8 +289,8 @@ def python(code: str, *arguments: str) -> Hook:
     return Hook(command=(sys.executable, "-c", code, *arguments))
 
 
-async def ran(hook: Hook, timeout: float = 120.0, **options: Any) -> HookEnded:
-    return await run_hook(hook, "start", SPEC, timeout, time.monotonic, **options)
+async def ran(hook: Hook, timeout: float = 120.0) -> HookEnded:
+    return await run_hook(hook, "start", SPEC, timeout, time.monotonic)
 
 
 def pid_in(path: Path) -> int:
@@ -348,7 +348,7 @@ async def test_a_command_that_takes_too_long_is_killed_with_its_children(tmp_pat
     child = tmp_path / "child"
     # A shell, which is quick to start: the child must run within the timeout.
     code = f"trap '' TERM; sleep 600 & echo $! >{child}; wait"
-    result = await ran(Hook(command=("sh", "-c", code)), timeout=1.0, kill_after=0.2)
+    result = await ran(Hook(command=("sh", "-c", code)), timeout=1.0)
     assert result.outcome == "timeout"
     assert result.seconds < 300  # the child's 600 are not waited for
     pid = pid_in(child)
