@@ -32,7 +32,7 @@ from gateway.lease import QueuePosition
 from gateway.nodes.node import Node
 from gateway.schedule.admission import Waiter
 from gateway.schedule.candidates import FAILURE_PENALTY, SAME_HOST_PENALTY, TRIAL_BONUS
-from gateway.schedule.core.requests import MOST_COMPARED_ROWS, Comparison, Deferral, RowFigures
+from gateway.schedule.core.requests import MOST_COMPARED_ROWS, Comparison, RowFigures
 from gateway.schedule.core.selection import cost_of_figures, uncached_tokens
 from gateway.schedule.core.wait_queue import prospects
 from gateway.schedule.decision_log import MOST_GRANTS, Decision, Grant, Queueing, RememberedRequest
@@ -57,19 +57,33 @@ class RequestEndpoints:
     async def show(self, _: Request) -> Response:
         """All requests, queued and running, the oldest first."""
         queued = {place.request_id: place for place in self.scheduler.queue_positions()}
-        now = self.scheduler.clock()
-        expected = self.scheduler.demand_model.expected_prompt_tokens
-        requests = [
-            request_object(
-                in_flight,
-                queued.get(in_flight.request.id),
-                now,
-                expected(in_flight.request.lease_request),
-                self.name_of(in_flight.request.lease_request.caller.id),
-            )
-            for in_flight in self.registry
-        ]
+        requests = [self._object(one, queued.get(one.request.id)) for one in self.registry]
         return JsonResponse({"requests": requests})
+
+    def _object(self, in_flight: InFlightRequest, place: QueuePosition | None) -> RequestObject:
+        """The request as it is now; `place` in the queue is None if it runs."""
+        request, record = in_flight.request, in_flight.record
+        asked, scheduler = request.lease_request, self.scheduler
+        queued = record.queue_seconds + (0.0 if place is None else place.waited_seconds)
+        return RequestObject(
+            id=request.id,
+            request_id=request.x_request_id,
+            path=request.path,
+            class_=asked.caller.priority.label,
+            model=asked.wanted.model,
+            caller=asked.caller.id,
+            caller_name=self.name_of(asked.caller.id),
+            state="running" if place is None else "waiting",
+            position=None if place is None else place.position,
+            expected_start=None if place is None else _if_known(place.expected_seconds),
+            node=record.node,
+            attempts=record.attempts,
+            slots=asked.size.slots,
+            stream=request.stream,
+            seconds=round(scheduler.clock() - request.received_at, 3),
+            queue_seconds=round(queued, 3),
+            prompt_tokens_estimate=scheduler.demand_model.expected_prompt_tokens(asked),
+        )
 
     async def cancel(self, request: Request) -> Response:
         """Cancel a request by its id, or by its `X-Request-ID` if no other request has the same."""
@@ -149,12 +163,14 @@ class RequestEndpoints:
         waiter = self.scheduler.waiters.by_request_id(found.id)
         ended_at = now if found.ended_at is None else found.ended_at
         received_at = decisions[0].received_at if decisions else None
+        state = "running" if found.ended_at is None else "finished"
         if record is not None and found.ended_at is not None:
             received_at = found.ended_at - record.duration_seconds
+            state = _state_of(record.status, record.attempts)
         explained = ExplainedRequest(
             id=found.id,
             request_id=found.id if record is None else record.x_request_id,
-            state=_state(found, waiter),
+            state=state if waiter is None else "waiting",
             path=None if record is None else record.path,
             class_=None if record is None else record.priority.label,
             model=None if record is None else record.model,
@@ -286,38 +302,6 @@ class RequestObject(msgspec.Struct, kw_only=True, rename={"class_": "class"}):
     seconds: Annotated[float, "since it came"]
     queue_seconds: Annotated[float, "of these in the queue"]
     prompt_tokens_estimate: Annotated[int, "tokens of its prompt"]
-
-
-def request_object(
-    in_flight: InFlightRequest,
-    place: QueuePosition | None,
-    now: float,
-    prompt_tokens: int,
-    caller_name: str | None,
-) -> RequestObject:
-    """The request as it is now; `place` in the queue is None if it runs."""
-    request, record = in_flight.request, in_flight.record
-    lease_request = request.lease_request
-    queued = record.queue_seconds + (0.0 if place is None else place.waited_seconds)
-    return RequestObject(
-        id=request.id,
-        request_id=request.x_request_id,
-        path=request.path,
-        class_=lease_request.caller.priority.label,
-        model=lease_request.wanted.model,
-        caller=lease_request.caller.id,
-        caller_name=caller_name,
-        state="running" if place is None else "waiting",
-        position=None if place is None else place.position,
-        expected_start=None if place is None else _if_known(place.expected_seconds),
-        node=record.node,
-        attempts=record.attempts,
-        slots=lease_request.size.slots,
-        stream=request.stream,
-        seconds=round(now - request.received_at, 3),
-        queue_seconds=round(queued, 3),
-        prompt_tokens_estimate=prompt_tokens,
-    )
 
 
 def cancelled_by_operator() -> GatewayError:
@@ -523,15 +507,6 @@ def _explained_row(row: EndedRow) -> ExplainedRequest:
     )
 
 
-def _state(found: _Found, waiter: Waiter | None) -> str:
-    if waiter is not None:
-        return "waiting"
-    if found.ended_at is None:
-        return "running"
-    record = found.record
-    return "finished" if record is None else _state_of(record.status, record.attempts)
-
-
 def _state_of(status: int, attempts: int) -> str:
     """How a request ended."""
     if status == CLIENT_CLOSED_STATUS:
@@ -565,20 +540,24 @@ def _outcome(
 def _told_queueing(
     queueing: Queueing, at: str, seconds: float, later: float, load: Json | None
 ) -> ToldQueueing:
-    told = ToldQueueing(
+    waited, predicted = round(later - queueing.at, 3), _if_known(queueing.predicted_wait)
+    text = "No node had room for it: it was queued"
+    if queueing.ahead is not None:
+        text += f" behind {queueing.ahead} of its class or above"
+    text += "" if predicted is None else f", with {_seconds(predicted)} to wait as predicted"
+    return ToldQueueing(
         kind="queued",
         at=at,
         seconds=seconds,
+        summary=f"{text}; it waited {_seconds(waited)}.",
         class_=queueing.priority.label,
         ahead=queueing.ahead,
         waiting=queueing.waiting,
-        predicted_wait=_if_known(queueing.predicted_wait),
+        predicted_wait=predicted,
         may_wait=round(queueing.expires_at - queueing.at, 3),
-        waited=round(later - queueing.at, 3),
+        waited=waited,
         load=load,
     )
-    told.summary = _of_queueing(told)
-    return told
 
 
 def _told_grant(grant: Grant, at: str, seconds: float, attempt: int, now: float) -> ToldGrant:
@@ -603,7 +582,15 @@ def _told_grant(grant: Grant, at: str, seconds: float, attempt: int, now: float)
         yielded=grant.times_yielded,
         failed_nodes=[] if tried is None else sorted(tried.failed_nodes),
         excluded_nodes=[] if tried is None else sorted(tried.excluded_nodes),
-        deferral=None if deferral is None else _deferral_json(deferral),
+        deferral=None
+        if deferral is None
+        else {
+            "node": deferral.node,
+            "wait": round(deferral.wait_seconds, 3),
+            "expected_seconds": round(deferral.cost_there, 3),
+            "expected_seconds_at_once": round(deferral.cost_at_once, 3),
+            "cached_tokens": round(deferral.cached),
+        },
         by_cost=comparison is None or comparison.by_cost,
         nodes=sorted(compared, key=lambda one: (one.expected_seconds, not one.chosen)),
         not_listed=_not_listed(grant),
@@ -645,16 +632,6 @@ def _load_json(node: Node | None, now: float) -> Json | None:
         "expected": round(node.sleep.wake_seconds(node.properties.size), 3),
         "progress": load.progress,
         "reason": load.reason or node.reason,
-    }
-
-
-def _deferral_json(deferral: Deferral) -> Json:
-    return {
-        "node": deferral.node,
-        "wait": round(deferral.wait_seconds, 3),
-        "expected_seconds": round(deferral.cost_there, 3),
-        "expected_seconds_at_once": round(deferral.cost_at_once, 3),
-        "cached_tokens": round(deferral.cached),
     }
 
 
@@ -763,29 +740,22 @@ def _of_request(request: ExplainedRequest) -> str:
     grants = [one for one in decisions if isinstance(one, ToldGrant)]
     if waiting is not None:
         return _of_waiting(waiting)
-    parts = []
     if grants:
         queued = [one for one in decisions if isinstance(one, ToldQueueing)]
-        parts += [_of_load(one.load) for one in queued if one.load is not None]
-        parts.append(grants[-1].summary)
-        if len(grants) > 1:
-            parts.insert(0, f"{len(grants)} attempts; about the last:")
-    elif decisions:
-        parts.append(decisions[-1].summary)
-    elif request.parts:
-        parts.append(
-            "It has several prompts, which ran as requests of their own: ask for one of the parts."
-        )
-    elif outcome is not None and outcome["reason"]:
-        parts.append(
-            f"It was refused before it came to the scheduler: {outcome['status']} "
-            f"{outcome['reason']}."
-        )
-    elif request.state == "running":
-        parts.append("It runs, and the decision about it is no longer remembered.")
-    else:
-        parts.append("The decision about it is no longer remembered.")
-    return " ".join(parts)
+        loads = [_of_load(one.load) for one in queued if one.load is not None]
+        several = [f"{len(grants)} attempts; about the last:"] if len(grants) > 1 else []
+        return " ".join([*several, *loads, grants[-1].summary])
+    if decisions:
+        return decisions[-1].summary
+    if request.parts:
+        ran = "which ran as requests of their own: ask for one of the parts"
+        return f"It has several prompts, {ran}."
+    if outcome is not None and outcome["reason"]:
+        why = f"{outcome['status']} {outcome['reason']}"
+        return f"It was refused before it came to the scheduler: {why}."
+    if request.state == "running":
+        return "It runs, and the decision about it is no longer remembered."
+    return "The decision about it is no longer remembered."
 
 
 def _of_row(row: EndedRow) -> str:
@@ -853,15 +823,6 @@ def _of_waiting(waiting: Json) -> str:
     return f"{why}. {place[:1].upper()}{place[1:]}; {when}."
 
 
-def _of_queueing(queueing: ToldQueueing) -> str:
-    text = "No node had room for it: it was queued"
-    if queueing.ahead is not None:
-        text += f" behind {queueing.ahead} of its class or above"
-    predicted = queueing.predicted_wait
-    text += "" if predicted is None else f", with {_seconds(predicted)} to wait as predicted"
-    return f"{text}; it waited {_seconds(queueing.waited)}."
-
-
 def _of_load(load: Json) -> str:
     text = f"It waited {_seconds(load['waited'])} for the load of {load['node']}"
     text += f", which took {_seconds(load['seconds'])}"
@@ -871,13 +832,12 @@ def _of_load(load: Json) -> str:
 
 
 def _of_grant(grant: ToldGrant) -> str:
-    chosen, nodes = grant.node, grant.nodes
-    text = _why_chosen(chosen, nodes, grant)
+    nodes, actual, text = grant.nodes, grant.actual, _why_chosen(grant)
     if grant.failed_nodes:
         text = f"After {', '.join(grant.failed_nodes)} had failed it, {text}"
     if grant.resumes:
         text += " It goes on there with the response that another node had begun."
-    if grant.deferral is not None and grant.deferral["node"] == chosen:
+    if grant.deferral is not None and grant.deferral["node"] == grant.node:
         text += (
             " It waited for this node though another was free, since "
             f"{grant.deferral['cached_tokens']} tokens of its prompt are cached here."
@@ -886,10 +846,17 @@ def _of_grant(grant: ToldGrant) -> str:
         text += f" It left its class's tier, since {_FALLBACKS[grant.fallback]}."
     if any(one.chosen and not one.measured for one in nodes):
         text += " The node's speed was not measured yet: the figures are guesses."
-    return f"{text} {_came_of(grant)}"
+    outcome, seconds = actual["outcome"], _seconds(actual["seconds"])
+    if outcome is None:
+        return f"{text} It runs there for {seconds} now."
+    text += f" It {_OUTCOMES.get(outcome, f'failed ({outcome})')} after {seconds}"
+    if outcome == "ok":
+        text += f" ({_seconds(grant.predicted['seconds'])} predicted)"
+    return f"{text}."
 
 
-def _why_chosen(chosen: str | None, nodes: list[ComparedNode], grant: ToldGrant) -> str:
+def _why_chosen(grant: ToldGrant) -> str:
+    chosen, nodes = grant.node, grant.nodes
     if len(nodes) < 2:
         others = sum(
             count for reason, count in grant.not_listed.items() if reason != "not_candidates"
@@ -921,49 +888,23 @@ def _main_reason(mine: ComparedNode, other: ComparedNode) -> str | None:
     term = max(gains, key=lambda name: gains[name])
     if gains[term] <= LEAST_DIFFERENCE * mine.expected_seconds:
         return None
-    return _REASONS[term](mine, other)
-
-
-def _of_reading(mine: ComparedNode, other: ComparedNode) -> str:
-    if mine.cached_tokens > other.cached_tokens:
-        return f"it had {mine.cached_tokens} tokens of the prompt cached"
-    return (
-        f"it reads prompts faster ({mine.prefill_tps:.0f} tokens/s against {other.prefill_tps:.0f})"
-    )
-
-
-def _of_doubt(mine: ComparedNode, other: ComparedNode) -> str:
+    match term:
+        case "queue":
+            return f"{other.name} had other prompts to read for {_seconds(other.terms['queue'])}"
+        case "reading" if mine.cached_tokens > other.cached_tokens:
+            return f"it had {mine.cached_tokens} tokens of the prompt cached"
+        case "reading":
+            speeds = f"{mine.prefill_tps:.0f} tokens/s against {other.prefill_tps:.0f}"
+            return f"it reads prompts faster ({speeds})"
+        case "writing":
+            speeds = f"{mine.decode_tps:.1f} tokens/s alone against {other.decode_tps:.1f}"
+            return f"it writes faster ({speeds})"
+        case "neighbours":
+            others = f"{mine.slots_busy} others and {other.name} {other.slots_busy}"
+            return f"it ran {others}, which slow each other"
     if other.doubts:
         return f"{other.name} {other.doubts[0]}"
     return f"it {mine.doubts[0]}" if mine.doubts else "the other was in doubt"
-
-
-_REASONS: dict[str, Callable[[ComparedNode, ComparedNode], str]] = {
-    "queue": lambda _, other: (
-        f"{other.name} had other prompts to read for {_seconds(other.terms['queue'])}"
-    ),
-    "reading": _of_reading,
-    "writing": lambda mine, other: (
-        f"it writes faster ({mine.decode_tps:.1f} tokens/s alone against {other.decode_tps:.1f})"
-    ),
-    "neighbours": lambda mine, other: (
-        f"it ran {mine.slots_busy} others and {other.name} {other.slots_busy}, which slow "
-        "each other"
-    ),
-    "doubt": _of_doubt,
-}
-
-
-def _came_of(grant: ToldGrant) -> str:
-    actual, predicted = grant.actual, grant.predicted
-    outcome = actual["outcome"]
-    if outcome is None:
-        return f"It runs there for {_seconds(actual['seconds'])} now."
-    word = _OUTCOMES.get(outcome, f"failed ({outcome})")
-    text = f"It {word} after {_seconds(actual['seconds'])}"
-    if outcome == "ok":
-        text += f" ({_seconds(predicted['seconds'])} predicted)"
-    return f"{text}."
 
 
 # What each slot has done.
@@ -1025,7 +966,12 @@ class TimelineEndpoint:
         """What runs, and what has ended after this Unix time and within the last ten minutes."""
         scheduler, at = self.scheduler, self.now()
         log, shift = scheduler.decision_log, at - scheduler.clock()
-        earliest = max(after, at - TIMELINE_SECONDS)
+        earliest = max(after, at - TIMELINE_SECONDS) - shift
+        # Those that run, and those that have ended since, each with its node.
+        running = [one for one in scheduler.records.values() if one.grant.ended_at is None]
+        attempts: list[tuple[Grant, str | None]] = [(one.grant, one.node.name) for one in running]
+        ended = [one for one in log.grants if one.ended_at is not None and one.ended_at > earliest]
+        attempts += [(one, one.ran_on) for one in ended]
         # A router's slots are those of its models.
         slots = {
             node.name: node.slots_now
@@ -1041,19 +987,10 @@ class TimelineEndpoint:
             list(SlotSpan._fields),
             [
                 self._span(grant, node, shift, shows_caller=shows_callers)
-                for grant, node in self._attempts(earliest - shift)
+                for grant, node in attempts
                 if node is not None and node in lanes and grant.slots
             ],
         )
-
-    def _attempts(self, earliest: float) -> Iterator[tuple[Grant, str | None]]:
-        """Those that run or have ended since `earliest`, each with its node."""
-        for record in self.scheduler.records.values():
-            if record.grant.ended_at is None:
-                yield record.grant, record.node.name
-        for grant in self.scheduler.decision_log.grants:
-            if grant.ended_at is not None and grant.ended_at > earliest:
-                yield grant, grant.ran_on
 
     def _span(self, grant: Grant, node: str, shift: float, *, shows_caller: bool) -> SlotSpan:
         def unix(at: float | None) -> float | None:
