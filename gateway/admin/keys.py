@@ -74,7 +74,15 @@ class KeyEndpoints:
         try:
             return JsonResponse(await _done(self._desk().import_keys(entries)))
         except KeysRefused as error:
-            return _refused(error)
+            problems = [
+                {
+                    **asdict(one),
+                    "message": single_line(one.message),
+                    "remedy": single_line(one.remedy),
+                }
+                for one in error.problems
+            ]
+            return problems_response(error, problems)
 
     async def change(self, request: Request) -> Response:
         """Change a key's name or rights by a JSON merge patch (RFC 7396); its secret stays."""
@@ -174,15 +182,3 @@ def _set_target(request: Request, name: object) -> None:
     """Tell the audit log what is changed, where the path does not."""
     if isinstance(name, str):
         request.scope[AUDIT_TARGET_KEY] = name
-
-
-def _refused(error: KeysRefused) -> Response:
-    """The refusal of an import, with every problem."""
-    problems = [
-        {
-            name: value if name in {"index", "key"} else single_line(value)
-            for name, value in asdict(one).items()
-        }
-        for one in error.problems
-    ]
-    return problems_response(error, problems)

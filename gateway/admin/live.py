@@ -216,24 +216,19 @@ class LiveView:
         places = {row[0]: (position, row[4]) for position, row in enumerate(waiting, 1)}
         rows: dict[str, Row] = {}
         now, wall = self.gateway.scheduler.clock(), self.wall_clock()
-        left, expected = MOST_REQUESTS, self.gateway.scheduler.demand_model.expected_prompt_tokens
+        expected = self.gateway.scheduler.demand_model.expected_prompt_tokens
         async for in_flight in in_steps(list(self.gateway.registry)):
             id_ = in_flight.request.id
             if id_ in places or in_flight.attempt is not None or in_flight.sub_requests is not None:
                 estimate = expected(in_flight.request.lease_request)
                 row = _request_row(in_flight, places.get(id_), now, wall, estimate)
-                row["caller_name"] = self._name_of(row["caller"])
+                row["caller_name"] = self.gateway.key_sync.key_ring.name_of(row["caller"])
                 rows[id_] = row
-                left -= 1
-            if not left:
-                break
+                if len(rows) == MOST_REQUESTS:
+                    break
         return rows
 
     # The rest.
-
-    def _name_of(self, caller: str | None) -> str | None:
-        ring = self.gateway.key_sync.key_ring
-        return None if caller is None else ring.name_of(caller)
 
     def _summary(self, counts: _FleetCounts) -> dict[str, Any]:
         gateway = self.gateway
@@ -249,7 +244,8 @@ class LiveView:
         }
 
     def _condition(self, counts: _FleetCounts, queue: QueueCondition) -> FleetCondition:
-        gateway, edges = self.gateway, self.gateway.edges
+        gateway, edges, scheduler = self.gateway, self.gateway.edges, self.gateway.scheduler
+        spill = scheduler.tier_policy.view(gateway.clock())["spill"]
         return FleetCondition(
             nodes=counts.conditions,
             in_service=counts.in_service,
@@ -266,7 +262,7 @@ class LiveView:
             name_of=gateway.key_sync.key_ring.name_of,
             quotas=gateway.quotas.used,
             undefined_groups=gateway.undefined_groups(),
-            spill=self._spill(),
+            spill=spill if isinstance(spill, dict) and scheduler.fleet_sync.has_gpu_tier else None,
             inventory_error=gateway.config_files.inventory_error,
             settings_error=gateway.config_files.settings_error,
             keys_lost=gateway.key_sync.key_ring.lost,
@@ -279,12 +275,6 @@ class LiveView:
             lost_edges=[] if edges is None else edges.brain.lost_edges(LOST_EDGE_SECONDS),
             cluster=None if gateway.cluster is None else gateway.cluster.sample(),
         )
-
-    def _spill(self) -> dict[str, Any] | None:
-        scheduler = self.gateway.scheduler
-        spill = scheduler.tier_policy.view(self.gateway.clock())["spill"]
-        has_gpu = scheduler.fleet_sync.has_gpu_tier
-        return spill if isinstance(spill, dict) and has_gpu else None
 
 
 class _FleetCounts:
@@ -494,7 +484,12 @@ class LiveFeed:
                     gauges = await self.view.gauges()
                     point = history.close_step(self.view.wall_clock(), clock(), gauges)
                 if self.watchers:
-                    problems = await self._publish(point)
+                    state = await self.view.read(with_requests=self._operators > 0)
+                    before = None if self._frame is None else self._frame.state
+                    self._frame = await Frame.between(before, state, point, history.as_json)
+                    published, self._published = self._published, asyncio.Event()
+                    published.set()
+                    problems = state.problems
                 else:
                     self._frame = None
                     problems = await self.view.read_problems()
@@ -504,14 +499,6 @@ class LiveFeed:
         finally:
             self._closed = True
             self._published.set()
-
-    async def _publish(self, point: HistoryPoint | None) -> list[Problem]:
-        state = await self.view.read(with_requests=self._operators > 0)
-        before = None if self._frame is None else self._frame.state
-        self._frame = await Frame.between(before, state, point, self.view.history.as_json)
-        published, self._published = self._published, asyncio.Event()
-        published.set()
-        return state.problems
 
     # Who watches.
 
@@ -687,7 +674,7 @@ class EventStream(StreamingResponse):
         self,
         events: AsyncGenerator[bytes, None],
         stall_seconds: float,
-        on_end: Callable[[], Awaitable[None]] | None = None,
+        on_end: Callable[[], Awaitable[None]],
     ) -> None:
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         super().__init__(events, headers=headers)
@@ -700,8 +687,7 @@ class EventStream(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            if self._on_end is not None:
-                await self._on_end()
+            await self._on_end()
 
     async def stream_response(self, send: Send) -> None:
         """Send each event as it comes."""

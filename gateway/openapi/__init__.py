@@ -307,7 +307,9 @@ def _operation(operation: Operation, *, optional: bool) -> JsonSchema:
     success: JsonSchema = {"description": "Done.", "content": operation.content}
     if operation.headers:
         success["headers"] = {name: _beside(one) for name, one in operation.headers.items()}
-    shown["responses"] = {"200": success, **_errors(operation)}
+    refer = f"#/components/responses/{operation.listener}{_dialect(operation)}"
+    failures = {str(one): {"$ref": f"{refer}{one}"} for one in sorted(operation.statuses)}
+    shown["responses"] = {"200": success, **failures}
     return shown
 
 
@@ -316,16 +318,8 @@ def _dialect(operation: Operation) -> str:
     return {"messages": "AnthropicError", "ollama": "OllamaError"}.get(name, "Error")
 
 
-def _errors(operation: Operation) -> dict[str, JsonSchema]:
-    prefix = f"{operation.listener}{_dialect(operation)}"
-    return {
-        str(status): {"$ref": f"#/components/responses/{prefix}{status}"}
-        for status in sorted(operation.statuses)
-    }
-
-
 def _error_responses(all_operations: Iterable[Operation]) -> dict[str, JsonSchema]:
-    """The responses that `_errors` refers to."""
+    """The responses of errors that these refer to."""
     found: dict[str, JsonSchema] = {}
     for operation in all_operations:
         table = ERRORS if operation.listener == "public" else ADMIN_ERRORS

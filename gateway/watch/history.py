@@ -222,6 +222,8 @@ class FleetHistory:
             minute.add(one)
         times = sorted(minute.times.items())
         halves, most = (percentile(times, share) for share in (0.5, 0.95))
+        costs = [self._gpu_cost(model, *tokens) for model, tokens in step.models.items()]
+        known = [one for one in costs if one is not None]
         point = HistoryPoint(
             at=round(at, 1),
             requests=step.requests,
@@ -235,7 +237,7 @@ class FleetHistory:
             cached_share=_share(minute.cached, minute.prompt),
             gpu_share=_share(minute.gpu, minute.served),
             cost=step.cost,
-            gpu_cost=self._cost_on_gpu(step),
+            gpu_cost=None if step.too_many_models or len(known) < len(costs) else sum(known, 0.0),
         )
         self.points.append(point)
         return point
@@ -252,17 +254,6 @@ class FleetHistory:
     def as_json(self) -> dict[str, Any]:
         """Every point, as rows under the names of `COLUMNS`."""
         return {"step": STEP_SECONDS, "columns": COLUMNS, "points": list(self.points)}
-
-    def _cost_on_gpu(self, step: RecentTraffic) -> float | None:
-        if step.too_many_models:
-            return None
-        total = 0.0
-        for model, (prompt, cached, completion) in step.models.items():
-            cost = self._gpu_cost(model, prompt, cached, completion)
-            if cost is None:
-                return None
-            total += cost
-        return total
 
 
 def _share(part: float, whole: float) -> float | None:

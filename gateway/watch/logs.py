@@ -7,7 +7,6 @@ logged from `warning` on, with one line each.
 
 from __future__ import annotations
 
-import contextlib
 import encodings.unicode_escape  # noqa: F401 - else the first such value reads it, on the event loop
 import errno
 import logging
@@ -120,7 +119,7 @@ def set_up_logging(
     flush_seconds: float = LOG_FLUSH_SECONDS,
 ) -> Logs:
     """Write all log lines of this process to `fd`, in one format."""
-    terminal = _is_terminal(fd)
+    terminal = os.isatty(fd)
     json = format == "json" or (format == "auto" and not terminal)
     colours = terminal and not environment.get("NO_COLOR")
 
@@ -133,13 +132,6 @@ def set_up_logging(
     logs = Logs(writer, json=json, colours=colours)
     logs.configure(level)
     return logs
-
-
-def _is_terminal(fd: int) -> bool:
-    try:
-        return os.isatty(fd)
-    except OSError:
-        return False
 
 
 class _LineLogger:
@@ -352,7 +344,8 @@ class LogWriter:
             if self._unreported_lines and self._format_dropped is not None:
                 dropped, self._unreported_lines = self._unreported_lines, 0
                 self._lines.append(self._format_dropped(dropped))
-            batch = self._take_lines()
+            batch = b"".join(self._lines.popleft() for _ in range(len(self._lines)))
+            self._waiting_bytes = 0
             if batch and not self._write_batch(batch):
                 break
             if self._closing and not self._lines:
@@ -360,15 +353,6 @@ class LogWriter:
         fd, self._fd = self._fd, -1
         self._lines.clear()
         os.close(fd)
-
-    def _take_lines(self) -> bytes:
-        lines = []
-        with contextlib.suppress(IndexError):
-            while True:
-                lines.append(self._lines.popleft())
-        batch = b"".join(lines)
-        self._waiting_bytes = 0
-        return batch
 
     def _write_batch(self, batch: bytes) -> bool:
         """Write the batch; False if nobody reads the descriptor any more."""
@@ -378,11 +362,10 @@ class LogWriter:
                 rest = rest[os.write(self._fd, rest) :]
             except BlockingIOError:
                 # Another process that shares the open file has made it non-blocking.
-                if self._closing:
-                    writable = select.select((), (self._fd,), (), self._flush_seconds)[1]
-                    if not writable:
-                        return False
-                select.select((), (self._fd,), (), 1.0)
+                closing = self._closing
+                seconds = self._flush_seconds if closing else 1.0
+                if not select.select((), (self._fd,), (), seconds)[1] and closing:
+                    return False
             except OSError as error:
                 if error.errno in _CLOSED:
                     return False

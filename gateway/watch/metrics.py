@@ -554,22 +554,30 @@ class Metrics:
         `key_names`: with those of keys.
         """
         self._catch_up()
-        nodes, models = [], _RouterModels()
+        nodes, measured = list[NodeSample](), list[NodeSample]()  # models of known speed
+        states = Counter[tuple[str, str, str]]()  # of routers' models: model, router and state
+        failures: dict[tuple[str, str], int] = {}
         for number, node in enumerate(self._nodes()):
             if node.router is None:
                 nodes.append(node)
             else:
-                models.add(node)
+                known = len(states) < MOST_INSTANCES
+                of = (node.model, node.router) if known else (OTHER_LABEL, OTHER_LABEL)
+                states[(*of, node.state)] += 1
+                if node.load_failures and len(failures) < MOST_INSTANCES:
+                    failures[node.router, node.model] = node.load_failures
+                if node.decode_tps is not None and len(measured) < MOST_INSTANCES:
+                    measured.append(node)
             if number % NODES_OF_A_STEP == NODES_OF_A_STEP - 1:
                 yield b""
         page = MetricsPage(METRIC_PREFIX)
         self._add_requests(page)
-        self._add_fleet(page, nodes, models.measured)
+        self._add_fleet(page, nodes, measured)
         page.counts("model_loads_total", self._loads, "node", "model", "result")
         page.counts("model_unloads_total", self._unloads, "node", "model", "reason")
         page.histograms("model_load_seconds", self._load_seconds.samples())
-        page.counts("model_instances", models.states, "model", "node", "state")
-        page.counts("model_load_failures", models.failures, "node", "model")
+        page.counts("model_instances", states, "model", "node", "state")
+        page.counts("model_load_failures", failures, "node", "model")
         self._add_state(page)
         if key_names:
             named = ((key, self._name_of(key)) for key in self._keys)
@@ -589,7 +597,15 @@ class Metrics:
             for (priority, model, status), counts in list(self._requests.items())
         )
         page.samples("requests_total", by_labels, "class", "model", "code")
-        page.samples("tokens_total", list(self._token_samples()), "model", "kind")
+        models: dict[str, RequestCounts] = {}
+        for (_, model, _), counts in self._requests.items():
+            models.setdefault(model, RequestCounts()).add(counts)
+        tokens = [
+            ((model, kind), getattr(counts, kind))
+            for model, counts in models.items()
+            for kind in ("prompt", "cached", "completion")
+        ]
+        page.samples("tokens_total", tokens, "model", "kind")
         page.number("resumed_streams_total", self._streams["resumed"])
         page.number("yielded_slots_total", self._streams["yielded"])
         page.counts("calibrations_total", self._calibrations, "outcome")
@@ -604,14 +620,6 @@ class Metrics:
         page.histograms("response_seconds", self._response.samples())
         page.histograms("first_token_seconds", self._first_token.samples())
         page.histograms("slot_wait_seconds", self._wait.samples())
-
-    def _token_samples(self) -> Iterator[tuple[tuple[str, str], float]]:
-        models: dict[str, RequestCounts] = {}
-        for (_, model, _), counts in self._requests.items():
-            models.setdefault(model, RequestCounts()).add(counts)
-        for model, counts in models.items():
-            for kind in ("prompt", "cached", "completion"):
-                yield (model, kind), getattr(counts, kind)
 
     def _add_fleet(
         self, page: MetricsPage, nodes: Sequence[NodeSample], models: Sequence[NodeSample]
@@ -654,26 +662,6 @@ class Metrics:
 def _within(known: Collection[T], key: T, most: int, further: T) -> T:
     """The key, or the one of all further keys if so many others are known."""
     return key if key in known or len(known) < most else further
-
-
-class _RouterModels:
-    """What a scrape tells of the models of routers."""
-
-    def __init__(self) -> None:
-        self.states: Counter[tuple[str, str, str]] = Counter()  # model, router and state
-        self.failures: dict[tuple[str, str], int] = {}
-        self.measured: list[NodeSample] = []  # those whose speed is known
-
-    def add(self, one: NodeSample) -> None:
-        """Count one."""
-        key = (one.model, one.router or "", one.state)
-        if len(self.states) >= MOST_INSTANCES:
-            key = (OTHER_LABEL, OTHER_LABEL, one.state)
-        self.states[key] += 1
-        if one.load_failures and len(self.failures) < MOST_INSTANCES:
-            self.failures[one.router or "", one.model] = one.load_failures
-        if one.decode_tps is not None and len(self.measured) < MOST_INSTANCES:
-            self.measured.append(one)
 
 
 # A CPU node may take an hour for a response; a refusal takes a millisecond.

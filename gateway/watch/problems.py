@@ -761,41 +761,27 @@ log = structlog.get_logger()
 
 
 @dataclass(slots=True)
-class _Told:
-    """A problem that the log was told of."""
-
-    problem: Problem
-    since: float  # monotonic seconds, like the next one
-    seen_at: float
-
-
-@dataclass(slots=True)
 class ProblemLog:
     """Compares the problems of each look with those that were told. `clock` is monotonic."""
 
     clock: Callable[[], float]
-    _told: dict[str, _Told] = field(default_factory=dict)
-    """By the problem's id: as many as `find_problems` gives, and those that have just gone."""
+    _told: dict[str, tuple[Problem, float, float]] = field(default_factory=dict)
+    """By id, since when it is there, and when it was seen: those that have just gone as well."""
 
     def take(self, problems: Sequence[Problem]) -> None:
         """Tell what has changed; `problems` are all that there are now."""
         now = self.clock()
         for problem in problems:
-            told = self._told.get(problem.id)
-            if told is None:
-                self._told[problem.id] = _Told(problem, now, now)
+            told, since, _ = self._told.get(problem.id, (None, now, now))
+            if told is None or _RANKS[problem.severity] < _RANKS[told.severity]:
+                told = problem
                 _tell(problem)
-                continue
-            if _RANKS[problem.severity] < _RANKS[told.problem.severity]:
-                told.problem = problem
-                _tell(problem)
-            told.seen_at = now
-        gone = [told for told in self._told.values() if now - told.seen_at >= OVER_SECONDS]
-        for told in gone:
-            problem = told.problem
-            del self._told[problem.id]
-            seconds = round(told.seen_at - told.since, 1)
-            log.info("problem is over", id=problem.id, title=problem.title, seconds=seconds)
+            self._told[problem.id] = (told, since, now)
+        for id_, (told, since, seen_at) in [*self._told.items()]:
+            if now - seen_at >= OVER_SECONDS:
+                del self._told[id_]
+                seconds = round(seen_at - since, 1)
+                log.info("problem is over", id=id_, title=told.title, seconds=seconds)
 
 
 def _tell(problem: Problem) -> None:

@@ -160,9 +160,10 @@ def body_to_run(
     Raises: GatewayError (400, 413).
     """
     kept: dict[str, Any] = {name: raw for name, raw in fields.items() if name not in OWN_FIELDS}
+    kept["stream"] = True
     if before:
-        return body_behind(before, fields, {**kept, "stream": True}, most_bytes)
-    body = msgspec.json.encode({**kept, "stream": True})
+        return body_behind(before, fields, kept, most_bytes)
+    body = msgspec.json.encode(kept)
     if len(body) > most_bytes:
         raise errors.body_too_large(most_bytes)
     return body
@@ -712,14 +713,18 @@ class StoredResponseEndpoints:
 
     async def show(self, request: HttpRequest) -> Response:
         """The response as it is now, or its events."""
-        after = _after(request)
+        after = request.query_params.get("starting_after")
+        if after is not None and _NUMBER.fullmatch(after) is None:
+            raise errors.invalid_request(
+                "'starting_after' must be the sequence number of an event.", "starting_after"
+            )
         requests, row = await self._row(request)
         if request.query_params.get("stream", "").lower() not in _TRUE:
             return JsonResponse(await requests.response(row))
         if request.method == "HEAD":
             return Response(media_type="text/event-stream", headers=_STREAM_HEADERS)
         # An error where they break off: a polite end would read as the response's.
-        events = requests.follow(row, after)
+        events = requests.follow(row, -1 if after is None else int(after))
         return _FollowedResponse(events, media_type="text/event-stream", headers=_STREAM_HEADERS)
 
     async def cancel(self, request: HttpRequest) -> Response:
@@ -781,17 +786,6 @@ class _FollowedResponse(StreamingResponse):
             scope["state"]["abort"]()
             while (await receive())["type"] != "http.disconnect":
                 pass
-
-
-def _after(request: HttpRequest) -> int:
-    word = request.query_params.get("starting_after")
-    if word is None:
-        return -1
-    if _NUMBER.fullmatch(word) is None:
-        raise errors.invalid_request(
-            "'starting_after' must be the sequence number of an event.", "starting_after"
-        )
-    return int(word)
 
 
 async def _place(response_id: str, items: Sequence[msgspec.Raw], numbers: range, after: str) -> int:

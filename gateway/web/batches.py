@@ -182,6 +182,14 @@ class BatchActions:
         """Owner, id and API of the batch that the request is about. Raises: GatewayError."""
         return self.access.owner(request), self._id(request), self.api
 
+    async def results(self, request: Request) -> Response:
+        """The lines with a response, also before the end."""
+        return await self._lines(request)
+
+    async def errors(self, request: Request) -> Response:
+        """The lines with an error, also before the end."""
+        return await self._lines(request, of_errors=True)
+
     async def _lines(self, request: Request, *, of_errors: bool = False) -> Response:
         """The lines of a batch: the final file, or what there is so far. Raises: GatewayError."""
         owner, id_, api = await self._named(request)
@@ -238,14 +246,6 @@ class BatchEndpoints(BatchActions):
             for one, wait in zip(page.batches, waits, strict=True)
         ]
         return JsonResponse({"object": "list", **listed(found, has_more=page.has_more)})
-
-    async def output(self, request: Request) -> Response:
-        """The lines with a response, also before the end."""
-        return await self._lines(request)
-
-    async def errors(self, request: Request) -> Response:
-        """The lines with an error, also before the end."""
-        return await self._lines(request, of_errors=True)
 
     async def _shown(self, request: Request, batch: Batch) -> Response:
         progress, wait = await self.access.progress(batch)

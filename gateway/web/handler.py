@@ -61,7 +61,6 @@ from gateway.http.heads import (
     rate_limit_lines,
     stream_header_lines,
 )
-from gateway.lease import LeaseRequest
 from gateway.request.body import LARGE_BODY_BYTES, SMALL_BODY_BYTES, TimeSlicer, is_slow_to_parse
 from gateway.request.preparation import IncomingRequest, Request, read_in_turn, read_request
 from gateway.request.routes import ROUTES, Route, routes_of
@@ -341,12 +340,6 @@ class _HandledRequest:
         id_, x_request_id = self.request_id, self.record.x_request_id
         return IncomingRequest(id_, x_request_id, self._node_route, body, context, self.received_at)
 
-    def _default_edit_session(self, request: LeaseRequest) -> str:
-        """Identifies an editor that names no session in a header."""
-        exchange, proxies = self.exchange, self.config.settings.listen.trusted_proxies
-        address = client_address(exchange.headers, exchange.peer_address, proxies)
-        return f"{request.caller.fairness_key} {address} {request.wanted.model}"
-
     def _evict(self, error: GatewayError) -> bool:
         """End the request with `error` if it is queued; returns whether it was."""
         in_flight, queue = self._in_flight, self._handler.queue
@@ -360,7 +353,12 @@ class _HandledRequest:
     def _supersede(self, in_flight: InFlightRequest) -> None:
         """End the earlier request of the same editor, whose response nobody reads any more."""
         asked, latest = in_flight.request.lease_request, self._handler.latest_edits
-        session = self._edit_session = asked.caller.session or self._default_edit_session(asked)
+        session = asked.caller.session
+        if not session:  # No header names one: an editor is known by its place.
+            exchange, proxies = self.exchange, self.config.settings.listen.trusted_proxies
+            address = client_address(exchange.headers, exchange.peer_address, proxies)
+            session = f"{asked.caller.fairness_key} {address} {asked.wanted.model}"
+        self._edit_session = session
         earlier, latest[session] = latest.get(session), in_flight
         if earlier is not None:
             error = errors.superseded()
@@ -388,8 +386,7 @@ class _HandledRequest:
         if not exchange.response_started:
             exchange.respond(response.status, header_lines + self.header_lines(), content)
         elif record.stream:  # an error: an answer would have a body stream
-            error = node_error(response)
-            exchange.end_response(self._error_event(error))
+            exchange.end_response(self._error_event(node_error(response)))
         else:
             exchange.end_response(content)
 
@@ -529,12 +526,9 @@ class _HandledRequest:
 
     def _start_heartbeat(self, in_flight: InFlightRequest) -> Heartbeat | None:
         settings, handler = self.config.settings, self._handler
-        if not in_flight.request.stream:
-            if settings.heartbeat and settings.heartbeat_plain:
-                return Heartbeat(self, in_flight, handler, settings.heartbeat)
-        elif in_flight.prefill_progress is not None:
+        if in_flight.prefill_progress is not None:  # of a stream
             return ProgressHeartbeat(self, in_flight, handler, settings.heartbeat)
-        elif settings.heartbeat:
+        if settings.heartbeat and (in_flight.request.stream or settings.heartbeat_plain):
             return Heartbeat(self, in_flight, handler, settings.heartbeat)
         return None
 

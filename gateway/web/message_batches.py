@@ -77,7 +77,7 @@ class MessageBatchEndpoints(BatchActions):
                 body.end()
                 asked = replace(
                     self.access.checked(new, read_batch_fields(body.fields, BatchFields)),
-                    request_digest=request_digest(ANTHROPIC, body.digest()),
+                    request_digest=request_digest(ANTHROPIC, body.digest.hexdigest()),
                 )
                 name = await batches.storage.on_disk(lines.finish)
             finally:
@@ -262,16 +262,12 @@ class MessageBatchBody:
         self._lines: list[bytes] = []  # that were read of them
         self._reading = self._read()  # goes on with each `feed`
         self._is_complete = False
-        self._digest = hashlib.sha256()
+        self.digest = hashlib.sha256()  # of the bytes that have come
         self._ids: set[bytes] = set()  # digests of the ids: much smaller than the ids may be
-
-    def digest(self) -> str:
-        """SHA-256 of the bytes that have come, in hex digits."""
-        return self._digest.hexdigest()
 
     def feed(self, data: bytes) -> None:
         """Take the next bytes. Raises: GatewayError 400, and what `write` raises."""
-        self._digest.update(data)
+        self.digest.update(data)
         self._data, self._at = self._data[self._at :] + data, 0
         next(self._reading)
         if self._lines:
@@ -296,7 +292,13 @@ class MessageBatchBody:
         while not is_last:
             if (yield from self._next()) != _QUOTE:
                 raise _invalid_json("a key is expected")
-            self._take_key((yield from self._value()))
+            key = self._key = self._parsed((yield from self._value()))
+            if key in self._keys:
+                raise _invalid_json(f"it has '{self._shown_key()}' twice")
+            if key != "requests" and key not in OTHER_FIELDS:
+                shown = self._shown_key()
+                raise errors.invalid_request(f"{shown}: Extra inputs are not permitted", shown)
+            self._keys.add(key)
             yield from self._take(b":", "':' is expected")
             if self._key == "requests":
                 yield from self._read_requests()
@@ -374,17 +376,6 @@ class MessageBatchBody:
                 self._at = end
                 return self._data[begin:end]
             yield
-
-    def _take_key(self, value: bytes) -> None:
-        key = self._parsed(value)
-        assert isinstance(key, str)
-        self._key = key
-        if key in self._keys:
-            raise _invalid_json(f"it has '{self._shown_key()}' twice")
-        if key != "requests" and key not in OTHER_FIELDS:
-            shown = self._shown_key()
-            raise errors.invalid_request(f"{shown}: Extra inputs are not permitted", shown)
-        self._keys.add(key)
 
     def _shown_key(self) -> str:
         return errors.truncate_echo(self._key)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mimetypes
 import re
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -176,7 +176,20 @@ class Site:
         models = self._visible_models(request)
         name = request.query_params.get("model") or self.default_model(models)
         names = models.visible_names() if name is None else [self.check_name(request, models, name)]
-        return JsonResponse(props_response(models.servers_of(names)))
+        servers = models.servers_of(names)
+        context = _largest(server.context for server in servers)
+        # Sizes, but no paths and no templates.
+        return JsonResponse(
+            {
+                "default_generation_settings": {} if context is None else {"n_ctx": context},
+                "total_slots": sum(server.slots for server in servers),
+                "modalities": {
+                    "vision": any(server.has_vision for server in servers),
+                    "audio": any(server.has_audio for server in servers),
+                    "video": any(server.has_video for server in servers),
+                },
+            }
+        )
 
     def page(self, page: Page) -> Callable[[Request], Awaitable[Response]]:
         """The endpoint of an API's page."""
@@ -189,7 +202,11 @@ class Site:
                 if page.method == "POST"
                 else {}
             )
-            summaries = models.summaries(self.created) if models is not None else []
+            summaries = (
+                [models.summary(name, self.created) for name in models.visible_names()]
+                if models is not None
+                else []
+            )
             catalog = VisibleCatalog(summaries, partial(self._summary, request, models))
             answer = page.respond(catalog, body)
             return PlainTextResponse(answer) if isinstance(answer, str) else JsonResponse(answer)
@@ -302,7 +319,7 @@ SITE_ROUTES = (
     SiteRoute("POST", "/v1/batches/{id}/cancel", lambda site: site.batches.cancel),
     SiteRoute("POST", "/v1/batches/{id}/pause", lambda site: site.batches.pause),
     SiteRoute("POST", "/v1/batches/{id}/resume", lambda site: site.batches.resume),
-    SiteRoute("GET", "/v1/batches/{id}/output", lambda site: site.batches.output),
+    SiteRoute("GET", "/v1/batches/{id}/output", lambda site: site.batches.results),
     SiteRoute("GET", "/v1/batches/{id}/errors", lambda site: site.batches.errors),
     SiteRoute("POST", "/v1/messages/batches", lambda site: site.message_batches.create),
     SiteRoute("GET", "/v1/messages/batches", lambda site: site.message_batches.list),
@@ -387,11 +404,9 @@ def suggest_path(path: str, *, ollama: bool = False) -> str:
         # Without `/v1`, or behind a prefix such as Azure's.
         short = served.removeprefix("/v1")
         if path in {served, short} or path.endswith((served, *_SUFFIXES.intersection({short}))):
-            return _advise(served)
-    return _SERVED_SUMMARY
-
-
-def _advise(served: str) -> str:
+            break
+    else:
+        return _SERVED_SUMMARY
     route = ROUTES.get(served)
     if served.startswith("/v1/messages/") or (route is not None and route.api.clients_add_v1):
         return f"Use {served}: set base_url to http://HOST:PORT (clients of Anthropic add /v1)."
@@ -458,10 +473,6 @@ class VisibleModels:
         meta = {key: size for key, size in sizes.items() if size is not None}
         return ModelObject(id=name, created=created, meta=meta or UNSET)
 
-    def summaries(self, created: int) -> list[ModelSummary]:
-        """All visible models."""
-        return [self.summary(name, created) for name in self.visible_names()]
-
     def summary(self, name: str, created: int) -> ModelSummary:
         """A model for APIs that describe models. `created` is in seconds since 1970."""
         servers = self.servers_of([name])
@@ -507,20 +518,6 @@ def with_anthropic_fields(model: ModelObject) -> AnthropicModelObject:
         display_name=model.id,
         created_at=created,
     )
-
-
-def props_response(servers: Sequence[ServerFigures]) -> dict[str, Any]:
-    """The body of `/props` for these servers: sizes, but no paths and no templates."""
-    context = _largest(server.context for server in servers)
-    return {
-        "default_generation_settings": {} if context is None else {"n_ctx": context},
-        "total_slots": sum(server.slots for server in servers),
-        "modalities": {
-            "vision": any(server.has_vision for server in servers),
-            "audio": any(server.has_audio for server in servers),
-            "video": any(server.has_video for server in servers),
-        },
-    }
 
 
 def _largest(sizes: Iterable[int | None]) -> int | None:
