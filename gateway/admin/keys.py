@@ -55,7 +55,6 @@ class KeyEndpoints:
         return JsonResponse({**await _done(listed), "problem": self.gateway.key_sync.problem})
 
     async def show(self, request: Request) -> Response:
-        """One key."""
         return JsonResponse(await _done(self._desk().show(request.path_params["name"])))
 
     async def create(self, request: Request) -> Response:
@@ -95,7 +94,6 @@ class KeyEndpoints:
         return JsonResponse(await _done(self._desk().rotate(request.path_params["name"], fields)))
 
     async def revoke(self, request: Request) -> Response:
-        """End a key for good."""
         return JsonResponse(await _done(self._desk().revoke(request.path_params["name"])))
 
     def _desk(self) -> KeyDesk:
@@ -113,7 +111,6 @@ class KeyEndpoints:
         return JsonResponse(await _done(self._desk().put_group(name, fields)))
 
     async def remove_group(self, request: Request) -> Response:
-        """Remove a group of the store."""
         name = request.path_params["name"]
         return JsonResponse(await _done(self._desk().remove_group(name)))
 

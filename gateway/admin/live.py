@@ -115,7 +115,6 @@ class LiveView:
         )
 
     async def read_problems(self) -> list[Problem]:
-        """The problems alone."""
         counts = _FleetCounts(self.gateway.fleet)
         async for node in in_steps(list(self.gateway.fleet.nodes.values())):
             counts.add(node)
@@ -215,18 +214,53 @@ class LiveView:
         """The first to start of those that wait, and the oldest of those that run."""
         places = {row[0]: (position, row[4]) for position, row in enumerate(waiting, 1)}
         rows: dict[str, Row] = {}
-        now, wall = self.gateway.scheduler.clock(), self.wall_clock()
-        expected = self.gateway.scheduler.demand_model.expected_prompt_tokens
         async for in_flight in in_steps(list(self.gateway.registry)):
             id_ = in_flight.request.id
             if id_ in places or in_flight.attempt is not None or in_flight.sub_requests is not None:
-                estimate = expected(in_flight.request.lease_request)
-                row = _request_row(in_flight, places.get(id_), now, wall, estimate)
-                row["caller_name"] = self.gateway.key_sync.key_ring.name_of(row["caller"])
-                rows[id_] = row
+                rows[id_] = self._request_row(in_flight, places.get(id_))
                 if len(rows) == MOST_REQUESTS:
                     break
         return rows
+
+    def _request_row(
+        self, in_flight: InFlightRequest, place: tuple[int, float | None] | None
+    ) -> Row:
+        request, record, attempt = in_flight.request, in_flight.record, in_flight.attempt
+        asked, scheduler = request.lease_request, self.gateway.scheduler
+        now = scheduler.clock()
+        prompt, tokens = in_flight.tokens_so_far()
+        if place is not None:
+            state = "waiting"
+        elif record.ttft is None and (attempt is None or attempt.last_content_at is None):
+            state = "reading"
+        else:
+            state = "writing"
+        # The record has it once the client was sent it; a resumed one keeps its first.
+        began = None if record.ttft is None else request.received_at + record.ttft
+        seconds = None if began is None else now - began
+        return {
+            "id": request.id,
+            "request_id": request.x_request_id,
+            "path": request.path,
+            "class": asked.caller.priority.label,
+            "model": asked.wanted.model,
+            "caller": asked.caller.id,
+            "stream": request.stream,
+            "received_at": round(self.wall_clock() - now + request.received_at, 1),
+            "state": state,
+            "position": None if place is None else place[0],
+            "expected_start": None if place is None else place[1],
+            "node": record.node,
+            "attempts": record.attempts,
+            "queue_seconds": round(record.queue_seconds, 1),
+            "ttft": None if record.ttft is None else round(record.ttft, 2),
+            "prompt_tokens": prompt or scheduler.demand_model.expected_prompt_tokens(asked),
+            "tokens": tokens,
+            "tokens_per_second": _tps(tokens / seconds)
+            if seconds is not None and seconds > 0.2 and tokens
+            else None,
+            "caller_name": self.gateway.key_sync.key_ring.name_of(asked.caller.id),
+        }
 
     # The rest.
 
@@ -278,8 +312,6 @@ class LiveView:
 
 
 class _FleetCounts:
-    """What the whole fleet amounts to."""
-
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self.states: Counter[str] = Counter()
@@ -290,7 +322,6 @@ class _FleetCounts:
         self.used_by_others: list[str] = []
 
     def add(self, node: Node) -> None:
-        """Count a node."""
         if node.state is NodeState.UNLOADED and node.load is not None and not node.load.failures:
             # Most of the models of a large fleet.
             self._count_models(node.indexed_models, usable=True)
@@ -380,49 +411,6 @@ def _fill(expected: float | None, elapsed: float) -> str:
     if not expected or expected <= 0:
         return "0"
     return str(min(MOST_FILL, 1 + int(MOST_FILL * elapsed / expected)))
-
-
-def _request_row(
-    in_flight: InFlightRequest,
-    place: tuple[int, float | None] | None,
-    now: float,
-    wall: float,
-    expected_prompt: int,
-) -> Row:
-    request, record, attempt = in_flight.request, in_flight.record, in_flight.attempt
-    lease_request = request.lease_request
-    prompt, tokens = in_flight.tokens_so_far()
-    if place is not None:
-        state = "waiting"
-    elif record.ttft is None and (attempt is None or attempt.last_content_at is None):
-        state = "reading"
-    else:
-        state = "writing"
-    # The record has it once the client was sent it; a resumed one keeps its first.
-    began = None if record.ttft is None else request.received_at + record.ttft
-    seconds = None if began is None else now - began
-    return {
-        "id": request.id,
-        "request_id": request.x_request_id,
-        "path": request.path,
-        "class": lease_request.caller.priority.label,
-        "model": lease_request.wanted.model,
-        "caller": lease_request.caller.id,
-        "stream": request.stream,
-        "received_at": round(wall - now + request.received_at, 1),
-        "state": state,
-        "position": None if place is None else place[0],
-        "expected_start": None if place is None else place[1],
-        "node": record.node,
-        "attempts": record.attempts,
-        "queue_seconds": round(record.queue_seconds, 1),
-        "ttft": None if record.ttft is None else round(record.ttft, 2),
-        "prompt_tokens": prompt or expected_prompt,
-        "tokens": tokens,
-        "tokens_per_second": _tps(tokens / seconds)
-        if seconds is not None and seconds > 0.2 and tokens
-        else None,
-    }
 
 
 def _tps(value: float | None) -> float | None:
@@ -690,7 +678,6 @@ class EventStream(StreamingResponse):
             await self._on_end()
 
     async def stream_response(self, send: Send) -> None:
-        """Send each event as it comes."""
         head = {"status": self.status_code, "headers": self.raw_headers}
         await send({"type": "http.response.start", **head})
         body = {"type": "http.response.body"}

@@ -73,7 +73,6 @@ class DrainDeadlines:
         return None if timer is None else max(0.0, timer.when() - now)
 
     def close(self) -> None:
-        """Remove all deadlines."""
         for name in list(self._timers):
             self.cancel(name)
 
@@ -106,7 +105,6 @@ class NodeEndpoints:
         return await json_of_rows("nodes", [*self.fleet.nodes.values()], self._object)
 
     async def show(self, request: Request) -> Response:
-        """One node."""
         return JsonResponse(self._object(self._find(request)))
 
     async def history(self, request: Request) -> Response:
@@ -142,7 +140,6 @@ class NodeEndpoints:
         return JsonResponse(self._object(node))
 
     async def resume(self, request: Request) -> Response:
-        """End a drain."""
         node = self._find(request)
         self.drain_deadlines.cancel(node.name)
         self.fleet.resume(node.name)
@@ -407,7 +404,6 @@ class ModelEndpoints:
         return JsonResponse(_ModelsView(self.gateway).object(name))
 
     async def resume(self, request: Request) -> Response:
-        """End a pause."""
         name = self._find(request)
         if name in self.gateway.fleet.model_index.paused_by_name:
             self.gateway.fleet.pause_model(name, paused=False)
@@ -437,8 +433,6 @@ class ServedModelObject(msgspec.Struct, kw_only=True):
 
 
 class _ModelsView:
-    """The models as they are now."""
-
     def __init__(self, gateway: GatewayControl) -> None:
         self._index, models = gateway.fleet.model_index, gateway.settings.models
         self._aliases = ModelAliases(models, self._index)

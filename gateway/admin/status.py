@@ -61,7 +61,6 @@ class StatusEndpoints:
     health: HealthEndpoints
 
     async def status(self, _: Request) -> Response:
-        """The gateway on one page."""
         gateway, fleet = self.gateway, self.gateway.fleet
         files, keys = gateway.config_files, gateway.key_sync
         states, slots, busy = Counter[str](), 0, 0
@@ -319,7 +318,6 @@ class MetricsSource:
         return (_node_sample(node, fleet) for node in list(fleet.nodes.values()))
 
     def add_to(self, page: MetricsPage) -> None:
-        """Add the families of the state as it is now."""
         gateway, scheduler = self.gateway, self.gateway.scheduler
         accuracy, now = scheduler.accuracy, scheduler.clock()
         ratios = {"first_token": accuracy.first_token, "completion": accuracy.completion}
@@ -370,13 +368,10 @@ def _add_edges(page: MetricsPage, edges: Edges) -> None:
     page.number("edges_configured", edges.brain.edges)
     page.number("edges_died_total", edges.died)
     page.number("edge_late_leases_total", edges.brain.late_leases)
-    for name, values in (
-        ("edge_streams", {one.name: one.streams for one in running}),
-        ("edge_connections", {one.name: one.connections for one in running}),
-        ("edge_cpu_seconds_total", {one.name: one.cpu_seconds for one in running}),
-        ("edge_memory_bytes", {one.name: one.memory_bytes for one in running}),
-    ):
-        page.counts(name, values, "edge")
+    page.counts("edge_streams", {one.name: one.streams for one in running}, "edge")
+    page.counts("edge_connections", {one.name: one.connections for one in running}, "edge")
+    page.counts("edge_cpu_seconds_total", {one.name: one.cpu_seconds for one in running}, "edge")
+    page.counts("edge_memory_bytes", {one.name: one.memory_bytes for one in running}, "edge")
 
 
 def _add_cluster(page: MetricsPage, cluster: ClusterSample) -> None:
@@ -417,33 +412,27 @@ class NodeMetricsEndpoint:
             )
         async with self._asking:
             if self.clock() - self._made_at >= FRESH_SECONDS:
-                self._text = await self._page()
+                nodes = [one for one in self.fleet.nodes.values() if one.spec.kind == "llama.cpp"]
+                found = await self._ask(nodes)
+                page = MetricsPage("")
+                page.family(
+                    f"{METRIC_PREFIX}node_metrics_up",
+                    ((labels(node=node.name), int(node.name in found)) for node in nodes),
+                    help_text="1 for nodes that have shown their metrics.",
+                )
+                add_node_metrics(page, found)
+                text = bytearray()
+                for step in page.steps():
+                    text += step.encode()
+                    await asyncio.sleep(0)
+                self._text = bytes(text)
                 self._made_at = self.clock()
         return Response(self._text, headers={"content-type": CONTENT_TYPE})
 
-    async def _page(self) -> bytes:
-        nodes = [node for node in self.fleet.nodes.values() if node.spec.kind == "llama.cpp"]
-        found = await self._ask(nodes)
-        page = MetricsPage("")
-        page.family(
-            f"{METRIC_PREFIX}node_metrics_up",
-            ((labels(node=node.name), int(node.name in found)) for node in nodes),
-            help_text="1 for nodes that have shown their metrics.",
-        )
-        add_node_metrics(page, found)
-        text = bytearray()
-        for step in page.steps():
-            text += step.encode()
-            await asyncio.sleep(0)
-        return bytes(text)
-
     async def _ask(self, nodes: list[Node]) -> dict[str, NodeFamilies]:
         """What the nodes say, in their order; those that do not answer in time are missing."""
-        asked = [
-            node
-            for node in nodes
-            if node.in_service and node.probe_history.up and not node.probe_history.silent
-        ]
+        up = [one for one in nodes if one.in_service and one.probe_history.up]
+        asked = [node for node in up if not node.probe_history.silent]
         tasks: dict[str, asyncio.Task[NodeFamilies | None]] = {}
         try:
             async with asyncio.timeout(WHOLE_SECONDS):

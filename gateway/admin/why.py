@@ -103,13 +103,12 @@ class RequestEndpoints:
         return JsonResponse({"id": request_id, "request_id": x_request_id, "cancelled": True})
 
     async def why(self, request: Request) -> Response:
-        """Why requests of this id, or with this `X-Request-ID`, went where they went."""
         name = request.path_params["id"]
         log = self.scheduler.decision_log
         found = self._matches(name)
-        remembered = log.find(one.id for one in found)
+        remembered = log.find(found)
         since = self._time(log.reaches_back_to())
-        explained = [self._explained(one, remembered[one.id]) for one in found]
+        explained = [self._explained(id_, *of, remembered[id_]) for id_, of in found.items()]
         if not found:
             explained, unread = await self._recorded(name)
             if not explained:
@@ -135,41 +134,44 @@ class RequestEndpoints:
         except StoreError as error:
             return [], f", and the store can't be read: {error}"
 
-    def _matches(self, name: str) -> list[_Found]:
+    def _matches(self, name: str) -> dict[str, tuple[RequestRecord | None, float | None]]:
         """The one of this own id, then the newest first: those in flight, those that have ended.
 
-        A client may send the gateway's own id of another request as its `X-Request-ID`.
+        By id: the record (None: only the scheduler remembers it), and the end (None: it waits or
+        runs). A client may send the gateway's own id of another request as its `X-Request-ID`.
         """
-        matches: dict[str, _Found] = {}
+        matches: dict[str, tuple[RequestRecord | None, float | None]] = {}
         for in_flight in reversed([*self.registry]):
             request = in_flight.request
             if name in {request.id, request.x_request_id}:
-                matches[request.id] = _Found(request.id, in_flight.record, None)
+                matches[request.id] = in_flight.record, None
         for record in self.history.find(name):
-            id_ = record.request_id
-            matches.setdefault(id_, _Found(id_, record, record.ended_at))
+            matches.setdefault(record.request_id, (record, record.ended_at))
         if not matches and (known := self.scheduler.decision_log.find([name])[name].decisions):
             last = known[-1]
-            ended_at = last.ended_at if isinstance(last, Grant) else last.at
-            matches[name] = _Found(name, None, ended_at)
-        newest = sorted(
-            matches.values(), key=lambda one: (one.id != name, -(one.ended_at or math.inf))
-        )
-        return newest[:MOST_MATCHES]
+            matches[name] = None, last.ended_at if isinstance(last, Grant) else last.at
+        newest = sorted(matches.items(), key=lambda one: (one[0] != name, -(one[1][1] or math.inf)))
+        return dict(newest[:MOST_MATCHES])
 
-    def _explained(self, found: _Found, remembered: RememberedRequest) -> ExplainedRequest:
-        now, record = self.scheduler.clock(), found.record
-        decisions = remembered.decisions
-        waiter = self.scheduler.waiters.by_request_id(found.id)
-        ended_at = now if found.ended_at is None else found.ended_at
+    def _explained(
+        self,
+        id_: str,
+        record: RequestRecord | None,
+        ended_at: float | None,
+        remembered: RememberedRequest,
+    ) -> ExplainedRequest:
+        now, decisions = self.scheduler.clock(), remembered.decisions
+        waiter = self.scheduler.waiters.by_request_id(id_)
         received_at = decisions[0].received_at if decisions else None
-        state = "running" if found.ended_at is None else "finished"
-        if record is not None and found.ended_at is not None:
-            received_at = found.ended_at - record.duration_seconds
+        state, outcome = "running" if ended_at is None else "finished", None
+        if record is not None and ended_at is not None:
+            received_at = ended_at - record.duration_seconds
             state = _state_of(record.status, record.attempts)
+            seconds = record.queue_seconds, record.ttft, record.duration_seconds
+            outcome = _outcome(record, record.reason, seconds)
         explained = ExplainedRequest(
-            id=found.id,
-            request_id=found.id if record is None else record.x_request_id,
+            id=id_,
+            request_id=id_ if record is None else record.x_request_id,
             state=state if waiter is None else "waiting",
             path=None if record is None else record.path,
             class_=None if record is None else record.priority.label,
@@ -177,12 +179,10 @@ class RequestEndpoints:
             caller=None if record is None else record.caller,
             caller_name=None if record is None else self.name_of(record.caller),
             received_at=None if received_at is None else self._time(received_at),
-            seconds=None if received_at is None else round(ended_at - received_at, 3),
-            outcome=None
-            if record is None or found.ended_at is None
-            else _outcome(
-                record, record.reason, (record.queue_seconds, record.ttft, record.duration_seconds)
-            ),
+            seconds=None
+            if received_at is None
+            else round((now if ended_at is None else ended_at) - received_at, 3),
+            outcome=outcome,
             waiting=None if waiter is None else self._waiting(waiter, now),
             decisions=[*self._decisions(decisions, now)],
             parts=sorted(remembered.parts)[:MOST_PARTS],
@@ -320,15 +320,6 @@ MOST_DECISIONS = 50  # decisions about one request that are told, the newest
 LONGEST_UNLOAD = 60.0  # seconds before a load in which others were unloaded for it
 MOST_PARTS = 100  # parts of a request of several prompts that are named
 Json = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A request of the id that was asked for."""
-
-    id: str
-    record: RequestRecord | None  # None: only the scheduler remembers it
-    ended_at: float | None  # None: it waits or runs
 
 
 class WhyObject(msgspec.Struct, kw_only=True):
@@ -636,7 +627,6 @@ def _load_json(node: Node | None, now: float) -> Json | None:
 
 
 def _not_listed(grant: Grant) -> Json:
-    """Nodes that are not listed, by the reason."""
     comparison, out = grant.comparison, grant.out or {}
     if comparison is None:
         return {}
@@ -735,7 +725,6 @@ def _seconds(value: float) -> str:
 
 
 def _of_request(request: ExplainedRequest) -> str:
-    """The whole story in one or two sentences."""
     decisions, waiting, outcome = request.decisions, request.waiting, request.outcome
     grants = [one for one in decisions if isinstance(one, ToldGrant)]
     if waiting is not None:
@@ -789,7 +778,6 @@ def _of_row(row: EndedRow) -> str:
 
 
 def _of_waiting(waiting: Json) -> str:
-    """Why a request waits."""
     place = f"place {waiting['position']} of the queue" if waiting["position"] else "the queue"
     start = waiting["expected_start"]
     when = (

@@ -158,7 +158,6 @@ class FleetHistory:
         return read
 
     def _add(self, kind: EndedKind) -> None:
-        """Add the requests of this kind to the step."""
         step, requests = self._step, kind.requests
         self._completion += kind.completion
         caller = kind.caller

@@ -48,15 +48,16 @@ LEVELS = {
 }
 
 EventDict = MutableMapping[str, Any]
+Renderer = Callable[[object, str, EventDict], bytes]
 
 
 class Logs:
     """The process's logging, from `set_up_logging` to `close`; a context manager."""
 
-    def __init__(self, writer: LogWriter, *, json: bool, colours: bool) -> None:
+    def __init__(self, writer: LogWriter, render: Renderer, *, json: bool) -> None:
         self.writer = writer
         self.json = json
-        self._render = _render_json if json else _console_renderer(colours=colours)
+        self._render = render
         self.level = logging.INFO
         """Lines from this level on are written, a number of `logging`."""
         self._handler = _StructlogHandler()
@@ -122,21 +123,18 @@ def set_up_logging(
     terminal = os.isatty(fd)
     json = format == "json" or (format == "auto" and not terminal)
     colours = terminal and not environment.get("NO_COLOR")
+    render = _render_json if json else _console_renderer(colours=colours)
 
     def format_dropped(lines: int) -> bytes:
         fields = {"timestamp": utc_timestamp(), "level": "warning", "event": "log lines lost"}
-        render = _render_json if json else _console_renderer(colours=colours)
         return render(None, "warning", {**fields, "lines": lines}) + b"\n"
 
-    writer = LogWriter(fd, format_dropped, flush_seconds=flush_seconds)
-    logs = Logs(writer, json=json, colours=colours)
+    logs = Logs(LogWriter(fd, format_dropped, flush_seconds=flush_seconds), render, json=json)
     logs.configure(level)
     return logs
 
 
 class _LineLogger:
-    """The logger at the end of structlog's chain: writes rendered lines."""
-
     __slots__ = ("_write",)
 
     def __init__(self, write: Callable[[bytes], None]) -> None:
@@ -149,8 +147,6 @@ class _LineLogger:
 
 
 class _StructlogHandler(logging.Handler):
-    """Passes records of `logging` to structlog."""
-
     def emit(self, record: logging.LogRecord) -> None:
         try:
             # Further lines quote the exception (asyncio) or begin a traceback (uvicorn).
@@ -265,7 +261,7 @@ def _render_json(_: object, __: str, event: EventDict) -> bytes:
     return _encode(event)
 
 
-def _console_renderer(*, colours: bool) -> Callable[[object, str, EventDict], bytes]:
+def _console_renderer(*, colours: bool) -> Renderer:
     renderer = structlog.dev.ConsoleRenderer(
         colors=colours,
         sort_keys=False,

@@ -43,6 +43,7 @@ from gateway.events import (
     StreamResumed,
     WebhookAttempted,
 )
+from gateway.nodes.node import NodeState
 from gateway.schedule.decision_log import RatioCounts
 from gateway.terms import Priority
 
@@ -299,19 +300,9 @@ HELP = {
     "gen_ai_client_token_usage": "Tokens of a request.",
 }
 
-# Every state a node can be in, as the admin API names them.
-NODE_STATES = (
-    "standby",
-    "draining",
-    "down",
-    "sleeping",
-    "loading",
-    "starting",
-    "ejected",
-    "mute",
-    "degraded",
-    "ready",
-)
+# Every state that a node can be in.
+_OF_MODELS = {NodeState.UNLOADED, NodeState.UNLOADING, NodeState.FAILED}  # of routers alone
+NODE_STATES = tuple(one.value for one in NodeState if one not in _OF_MODELS)
 
 MOST_MODELS = 1000  # Most distinct model labels; further models are counted as `other`
 NODES_OF_A_STEP = 200  # Nodes whose state is read at once: about a millisecond
@@ -325,8 +316,6 @@ _OVERHEAD = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25),
     *(1, 60, 3600),
 )
-
-REFUSED_STATUS = 429
 
 
 @dataclass(slots=True)
@@ -513,7 +502,7 @@ class Metrics:
         # Callers without a key have an address.
         if len(self._keys) < MOST_KEYS and ":" not in kind.caller:
             self._keys.add(kind.caller)
-        if kind.status == REFUSED_STATUS:
+        if kind.status == 429:
             reason = kind.reason or "unknown"
             further = (OTHER_LABEL, reason)
             key = _within(self._refused, (kind.caller, reason), MOST_REFUSED, further)

@@ -668,7 +668,6 @@ def _count(number: int, what: str) -> str:
 
 
 def _names(nodes: Sequence[NodeCondition]) -> tuple[str, ...]:
-    """The names of the first of these nodes."""
     return tuple(node.name for node in nodes[:MOST_NAMED])
 
 
@@ -698,7 +697,6 @@ def _selection(nodes: Sequence[NodeCondition]) -> str:
 
 
 def _reasons(nodes: Sequence[NodeCondition]) -> str:
-    """The reason of these nodes, and how many have another one."""
     first = nodes[0].reason
     others = sum(node.reason != first for node in nodes)
     more = f" ({others} of them: other reasons)" if others else ""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import math
 import random
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import TYPE_CHECKING
 
 import structlog
@@ -151,17 +152,13 @@ class Allowance:
 
     rate: float
     clock: Callable[[], float]
-    _left: float = field(init=False)
-    _at: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._left, self._at = max(1.0, self.rate), self.clock()
+    _left: float = math.inf
+    _at: float = 0.0
 
     def take(self) -> bool:
         """Take one, if one is left."""
         now = self.clock()
-        most = max(1.0, self.rate)
-        self._left = min(most, self._left + (now - self._at) * self.rate)
+        self._left = min(max(1.0, self.rate), self._left + (now - self._at) * self.rate)
         self._at = now
         if self._left < 1 or not self.rate:
             return False

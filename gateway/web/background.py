@@ -344,9 +344,8 @@ class Storing:
             if found is None:
                 return None
             body = found
-        if not context.prefers_async or ROUTES.get(route.path) is not route:
-            return body
-        if route.multipart or not route.takes_slot:
+        may_defer = ROUTES.get(route.path) is route and route.takes_slot and not route.multipart
+        if not (context.prefers_async and may_defer):
             return body  # Honouring it is always optional.
         await ensure_task()
         await _StoringRequest(self, served, context).defer(body)
@@ -355,8 +354,6 @@ class Storing:
 
 @dataclass(frozen=True, slots=True)
 class _StoringRequest:
-    """A request whose response may be kept or made later."""
-
     storing: Storing
     served: StorableRequest
     context: RequestContext
@@ -569,7 +566,6 @@ class _StoringRequest:
 
 
 def _error_of(row: StoredRow, response: JsonObject) -> GatewayError:
-    """The error of a response that a client has waited for."""
     if response["status"] == "cancelled":
         return GatewayError(409, "cancelled", "The response was cancelled.", retryable=False)
     if row.error_code == background_requests.SHUTTING_DOWN:
@@ -779,7 +775,6 @@ class _FollowedResponse(StreamingResponse):
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send them."""
         try:
             await super().__call__(scope, receive, send)
         except (LogBroken, FileNotFoundError):

@@ -231,7 +231,6 @@ class UploadForm:
         self.file_name: str | None = None  # the name of the file; None: none has come
         self._write_file = write_file
         self._begin_file = begin_file
-        self._count = 0
         self._name: str | None = None
         """The field that is being read; None: its bytes are the file's."""
         self._value = bytearray()
@@ -301,8 +300,7 @@ class UploadForm:
         return taken
 
     def _begin_field(self, raw_head: bytes) -> None:
-        self._count += 1
-        if self._count > MOST_FORM_FIELDS:
+        if len(self.values) + (self.file_name is not None) >= MOST_FORM_FIELDS:
             raise form_error(f"it has more than {MOST_FORM_FIELDS} fields")
         head = parse_field_head(raw_head)
         for line in head.lines:
@@ -322,7 +320,6 @@ class UploadForm:
         self._begin_file()
 
     def _add(self, content: bytes) -> None:
-        """Take some of the field's value."""
         if self._name is None:
             if content:
                 self._write_file(content)

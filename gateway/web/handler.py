@@ -136,13 +136,10 @@ class RequestHandler:
         self.closing = True
 
     def reject_requests(self) -> None:
-        """Refuse new requests with 503."""
         self.rejecting = True
 
 
 class _HandledRequest:
-    """One request and its response."""
-
     __slots__ = (
         "_allocation", "_body_size", "_context", "_edit_session", "_handler",
         "_heartbeat", "_in_flight", "_node_route", "_passed_on", "_reservation", "_rewriter",
@@ -181,7 +178,6 @@ class _HandledRequest:
             tracing.begin(self.request_id, self.record, exchange.headers, self.received_at)
 
     async def serve(self) -> None:  # noqa: PLR0912, PLR0915 - each call costs
-        """Read the request, forward it, and send the response."""
         record = self.record
         try:
             handler, settings = self._handler, self.config.settings
@@ -526,10 +522,11 @@ class _HandledRequest:
 
     def _start_heartbeat(self, in_flight: InFlightRequest) -> Heartbeat | None:
         settings, handler = self.config.settings, self._handler
+        interval, first = settings.heartbeat, handler.progress_seconds
         if in_flight.prefill_progress is not None:  # of a stream
-            return ProgressHeartbeat(self, in_flight, handler, settings.heartbeat)
-        if settings.heartbeat and (in_flight.request.stream or settings.heartbeat_plain):
-            return Heartbeat(self, in_flight, handler, settings.heartbeat)
+            return ProgressHeartbeat(self, in_flight, handler, interval, first)
+        if interval and (in_flight.request.stream or settings.heartbeat_plain):
+            return Heartbeat(self, in_flight, handler, interval, interval)
         return None
 
 
@@ -553,18 +550,19 @@ class Heartbeat:
         in_flight: InFlightRequest,
         handler: RequestHandler,
         interval: float,
+        first: float,
     ) -> None:
+        """`first`: seconds until the first one."""
         self._served = served
         self._in_flight = in_flight
         self._handler = handler
         self._interval = interval
         self._last_sent_at = 0.0
         self._loop = asyncio.get_running_loop()
-        self._handle = self._loop.call_later(self._first(), self._run)
+        self._handle = self._loop.call_later(first, self._run)
         served.exchange.set_heartbeat(self.send_now)
 
     def stop(self) -> None:
-        """Send no more."""
         self._handle.cancel()
         self._served.exchange.set_heartbeat(None)  # It refers to this object.
 
@@ -573,9 +571,6 @@ class Heartbeat:
         stream, writer = self._served.body_stream, self._served.writer
         if (stream is None or stream.is_open) and not (writer is not None and writer.failed):
             self._send(self._served.heartbeat)
-
-    def _first(self) -> float:
-        return self._interval
 
     def _run(self) -> None:
         self._handle = self._loop.call_later(self._beat(), self._run)
@@ -617,9 +612,6 @@ class ProgressHeartbeat(Heartbeat):
     """The place in the queue or the progress of the prefill, for a client that asks for them."""
 
     __slots__ = ()
-
-    def _first(self) -> float:
-        return self._handler.progress_seconds
 
     def _beat(self) -> float:
         in_flight, handler, served = self._in_flight, self._handler, self._served

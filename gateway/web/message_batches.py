@@ -232,8 +232,6 @@ _LIST, _LIST_END, _OBJECT_END, _QUOTE = b'[]}"'
 
 
 class _Request(msgspec.Struct, forbid_unknown_fields=True):
-    """One of the requests."""
-
     custom_id: Annotated[str, msgspec.Meta(pattern=r"\A[a-zA-Z0-9_-]{1,64}\Z")]
     params: msgspec.Raw
 

@@ -521,7 +521,6 @@ def with_anthropic_fields(model: ModelObject) -> AnthropicModelObject:
 
 
 def _largest(sizes: Iterable[int | None]) -> int | None:
-    """The largest of those that are known."""
     return max((size for size in sizes if size is not None), default=None)
 
 
@@ -556,7 +555,6 @@ class StaticPage:
         mimetypes.init()  # It reads files, at the first response otherwise.
 
     async def page(self, request: Request) -> Response:
-        """The page itself."""
         return await self._response(request, self._name)
 
     async def file(self, request: Request) -> Response:
