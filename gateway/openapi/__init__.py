@@ -31,7 +31,6 @@ from gateway.admin.why import (
     WhyObject,
 )
 from gateway.callers.ended import EndedRow, OwnRow
-from gateway.config.listeners import AdminSettings, ListenSettings
 from gateway.config.settings import Settings
 from gateway.request.body import ParsedBody
 from gateway.request.routes import Route, api_of_path, pages_of, routes_of
@@ -273,11 +272,8 @@ _SECURITY: dict[ListenerName, list[JsonSchema]] = {
 
 def _servers(settings: Settings) -> dict[ListenerName, JsonSchema]:
     servers: dict[ListenerName, JsonSchema] = {}
-    configured: tuple[tuple[ListenerName, ListenSettings | AdminSettings], ...] = (
-        ("public", settings.listen),
-        ("admin", settings.admin),
-    )
-    for name, one in configured:
+    for name in LISTENERS:
+        one = settings.listen if name == "public" else settings.admin
         everywhere = one.host in {"", "0.0.0.0", "::"}
         host = "localhost" if everywhere else f"[{one.host}]" if ":" in one.host else one.host
         url = f"{'https' if one.tls else 'http'}://{host}:{one.port}"

@@ -68,7 +68,7 @@ class Logs:
         """Log from `level` on; called again when the settings change."""
         self.level = LEVELS[level]
         structlog.configure(
-            processors=[_add_timestamp, _format_exc_info, _escape_values, self._render],
+            processors=[_prepared, self._render],
             wrapper_class=structlog.make_filtering_bound_logger(self.level),
             logger_factory=lambda *_: _LineLogger(self.writer.write),
             cache_logger_on_first_use=False,
@@ -123,7 +123,9 @@ def set_up_logging(
     terminal = os.isatty(fd)
     json = format == "json" or (format == "auto" and not terminal)
     colours = terminal and not environment.get("NO_COLOR")
-    render = _render_json if json else _console_renderer(colours=colours)
+    render: Renderer = (
+        (lambda _, __, line: _encode(line)) if json else _console_renderer(colours=colours)
+    )
 
     def format_dropped(lines: int) -> bytes:
         fields = {"timestamp": utc_timestamp(), "level": "warning", "event": "log lines lost"}
@@ -161,9 +163,22 @@ class _StructlogHandler(logging.Handler):
             structlog.get_logger().warning("a log record could not be read", logger=record.name)
 
 
-def _add_timestamp(_: object, method: str, event: EventDict) -> EventDict:
+def _prepared(_: object, method: str, event: EventDict) -> EventDict:
+    """The line with its time and level, an exception by its type and place, and escaped texts."""
+    error = event.pop("exc_info", None)
+    if error is True:
+        error = sys.exc_info()[1]
+    elif isinstance(error, tuple):
+        error = error[1]
+    if isinstance(error, BaseException):
+        event["exception"] = format_exception(error)
+    event.pop("stack_info", None)
     level = "error" if method == "exception" else method
-    return {"timestamp": utc_timestamp(), "level": level, **event}
+    fields = {"timestamp": utc_timestamp(), "level": level, **event}
+    for key, value in fields.items():
+        if isinstance(value, str):  # A terminal would obey control characters.
+            fields[key] = escape_unprintable(value, keep="\n" if key == "exception" else "")
+    return fields
 
 
 def utc_timestamp() -> str:
@@ -183,19 +198,6 @@ def utc_second() -> tuple[bytes, int]:
 def _format_second(second: int) -> bytes:
     # Many lines are written within one second.
     return f"{datetime.fromtimestamp(second, UTC):%Y-%m-%dT%H:%M:%S}".encode()
-
-
-def _format_exc_info(_: object, __: str, event: EventDict) -> EventDict:
-    """Replace an exception by its type and place."""
-    error = event.pop("exc_info", None)
-    if error is True:
-        error = sys.exc_info()[1]
-    elif isinstance(error, tuple):
-        error = error[1]
-    if isinstance(error, BaseException):
-        event["exception"] = format_exception(error)
-    event.pop("stack_info", None)
-    return event
 
 
 def format_exception(error: BaseException) -> str:
@@ -220,14 +222,6 @@ def format_exception(error: BaseException) -> str:
         suppressed = current.__suppress_context__
         current = current.__cause__ or (None if suppressed else current.__context__)
     return "\nfrom ".join(parts)
-
-
-def _escape_values(_: object, __: str, event: EventDict) -> EventDict:
-    """Cut long texts, and escape control characters, which a terminal would obey."""
-    for key, value in event.items():
-        if isinstance(value, str):
-            event[key] = escape_unprintable(value, keep="\n" if key == "exception" else "")
-    return event
 
 
 def escape_unprintable(text: str, keep: str = "") -> str:
@@ -255,10 +249,6 @@ def _encode(fields: Mapping[str, Any]) -> bytes:
         line = _encoder.encode(plain)
     # The encoder escapes the controls of ASCII only, and of these not the last.
     return line if line.isascii() and b"\x7f" not in line else escape_json(line.decode()).encode()
-
-
-def _render_json(_: object, __: str, event: EventDict) -> bytes:
-    return _encode(event)
 
 
 def _console_renderer(*, colours: bool) -> Renderer:

@@ -348,22 +348,31 @@ def _full_queue(state: FleetCondition) -> Iterator[Problem]:
 
 def _flooding_caller(state: FleetCondition) -> Iterator[Problem]:
     queue, traffic = state.queue, state.traffic
-    caller, title, cause, is_limited = None, "", "", False
-    limited_caller, limited = traffic.most_limited
     if max(queue.callers, len(traffic.callers)) < 2:
         return  # A caller alone takes nothing from others.
-    if queue.top_waiting >= LEAST_FLOOD and queue.top_waiting >= FLOOD_SHARE * queue.waiting:
+    caller, limited = traffic.most_limited
+    title = "One caller sends more than its limits allow"
+    cause = f"Of the {traffic.requests} requests of the last minute its limits refused {limited}"
+    is_flood = queue.top_waiting >= max(LEAST_FLOOD, FLOOD_SHARE * queue.waiting)
+    if is_flood:
         caller, title = queue.top_caller, "One caller floods the queue"
         cause = f"{_part(queue.top_waiting, queue.waiting)} waiting requests are its own"
-    elif limited >= LEAST_FLOOD:
-        caller, title = limited_caller, "One caller sends more than its limits allow"
-        is_limited = True
-        cause = (
-            f"Of the {traffic.requests} requests of the last minute its limits refused {limited}"
-        )
-    if caller is None:
+    if caller is None or not (is_flood or limited >= LEAST_FLOOD):
         return
-    remedy, commands = _flood_remedy(caller, caller in state.settings_keys, is_limited)
+    show, where = "llama-gateway keys show {name}", "by keys set"
+    commands = (show, "llama-gateway keys set {name} --rpm 60")
+    if caller in state.settings_keys:
+        where, commands = "in gateway.yaml, at its entry of keys", (show, CHECK)
+    if caller.startswith(("anonymous:", "playground:")):
+        remedy = "Give callers keys, so that each has a limit."
+        commands = ("llama-gateway keys create --name NAME --rpm 60",)
+    elif not is_flood:
+        remedy = "It has reached a limit of its key or group, which holds: tell its user to send "
+        remedy += "less, or to wait as Retry-After says. If it should have more, raise the limit "
+        remedy += f"{where}."
+        commands = (show,)
+    else:
+        remedy = f"Give its key a limit (rpm) {where}, or end the key."
     yield Problem(
         "flood",
         title,
@@ -374,31 +383,6 @@ def _flooding_caller(state: FleetCondition) -> Iterator[Problem]:
         caller_name=state.name_of(caller),
         anonymous_commands=tuple(line.format(name="NAME") for line in commands),
     )
-
-
-def _flood_remedy(
-    caller: str,
-    of_settings: bool,  # noqa: FBT001
-    is_limited: bool,  # noqa: FBT001
-) -> tuple[str, tuple[str, ...]]:
-    """What to do, and the commands for it, with `{name}` for that of its key.
-
-    `of_settings`: the settings have its key. `is_limited`: limits refuse it.
-    """
-    if caller.startswith(("anonymous:", "playground:")):
-        keys = "llama-gateway keys create --name NAME --rpm 60"
-        return "Give callers keys, so that each has a limit.", (keys,)
-    show, where = "llama-gateway keys show {name}", "by keys set"
-    commands = (show, "llama-gateway keys set {name} --rpm 60")
-    if of_settings:
-        where, commands = "in gateway.yaml, at its entry of keys", (show, CHECK)
-    if not is_limited:
-        return f"Give its key a limit (rpm) {where}, or end the key.", commands
-    words = (
-        "It has reached a limit of its key or group, which holds: tell its user to send less, or "
-        f"to wait as Retry-After says. If it should have more, raise the limit {where}."
-    )
-    return words, (show,)
 
 
 _QUOTA_OWNERS = {

@@ -7,7 +7,6 @@ import hashlib
 import re
 from collections.abc import Callable, Generator
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -16,6 +15,7 @@ from starlette.responses import Response
 
 from gateway import errors
 from gateway.api.json_values import JSON_ERRORS, InvalidJson, parse_json
+from gateway.callers.windows import time_text
 from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
 from gateway.http.body_memory import body_parts, check_plain, content_length
 from gateway.stored.batch_registry import BatchRegistry
@@ -181,12 +181,12 @@ def message_batch_object(
             canceled=batch.cancelled,
             expired=batch.expired,
         ),
-        created_at=_time_text(batch.created_at),
-        expires_at=_time_text(batch.expires_at),
-        ended_at=None if batch.ended_at is None else _time_text(batch.ended_at),
+        created_at=time_text(batch.created_at, "auto"),
+        expires_at=time_text(batch.expires_at, "auto"),
+        ended_at=None if batch.ended_at is None else time_text(batch.ended_at, "auto"),
         cancel_initiated_at=None
         if batch.cancelling_at is None
-        else _time_text(batch.cancelling_at),
+        else time_text(batch.cancelling_at, "auto"),
         results_url=url,
         llama_gateway=figures_of(batch, progress, wait),
     )
@@ -206,10 +206,6 @@ def results_url(request: Request, batch: Batch) -> str | None:
     if request.url.scheme != "https" or not host:
         return path
     return f"https://{host}{path}"
-
-
-def _time_text(moment: float) -> str:
-    return datetime.fromtimestamp(moment, UTC).isoformat().replace("+00:00", "Z")
 
 
 def _too_large(most_bytes: int) -> GatewayError:

@@ -11,7 +11,6 @@ import mimetypes
 import re
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -32,6 +31,7 @@ from gateway.callers.callers import MOST_IDENTITY_BYTES, cache_policy_of
 from gateway.callers.ended import OwnRequests, own_row
 from gateway.callers.limits import Accounts
 from gateway.callers.reports import CallerUsage
+from gateway.callers.windows import time_text
 from gateway.catalog import FleetCatalog, ServerFigures
 from gateway.config.keys import NodeLabels
 from gateway.config.listeners import CorsSpec
@@ -71,42 +71,20 @@ class KeptForCallers(NamedTuple):
     requests: BackgroundRequests | None = None
 
 
-def public_app(
-    handler: RequestHandler,
-    fleet: FleetCatalog,
-    usage: CallerUsage,
-    own_requests: OwnRequests | None,
-    caller_page: StaticPage,
-    *,
-    created: int,
-    kept: KeptForCallers = KeptForCallers(),  # noqa: B008 - immutable
-    standing_error: Callable[[], GatewayError | None] = lambda: None,
-) -> ASGIApp:
+def public_app(site: Site) -> ASGIApp:
     """The public listener's application, for all but POSTs to routed paths.
 
     Those go from the protocol straight to `handler.serve`; their routes here only make other
-    methods 405. `own_requests` is None where there is no store. `created`: that of every model, in
-    seconds since 1970. `standing_error`: as in `HealthEndpoints`.
+    methods 405.
     """
-    health = HealthEndpoints(fleet, handler.queue, lambda: handler.closing, standing_error)
-
-    access = batch_access(handler, kept)
-    callers = access.callers
-    site = Site(
-        handler, fleet, created, callers, health, usage, own_requests, caller_page,
-        FileEndpoints(kept.files, callers),
-        BatchEndpoints(access), MessageBatchEndpoints(access),
-        StoredResponseEndpoints(kept.requests, callers),
-        DeferredEndpoints(kept.requests, handler.queue, callers),
-    )  # fmt: skip
-    settings = handler.config.settings
+    settings = site.handler.config.settings
     own = routes_by_path(
         (one.method, one.path, one.endpoint(site)) for one in site_routes_of(settings)
     )
     own += [Route(page.path, site.page(page), methods=[page.method]) for page in pages_of(settings)]
     routed = [Route(path, _ServedByProtocol()) for path in routes_of(settings)]
     suggest = partial(suggest_path, ollama=settings.ollama)
-    return asgi_app([*routed, *own], handler.next_id, suggest=suggest)
+    return asgi_app([*routed, *own], site.handler.next_id, suggest=suggest)
 
 
 def batch_access(handler: RequestHandler, kept: KeptForCallers) -> BatchAccess:
@@ -139,23 +117,34 @@ class _ServedByProtocol:
         raise HTTPException(405, headers={"Allow": "POST"})
 
 
-@dataclass(frozen=True, slots=True)
 class Site:
-    """`/v1/models`, `/props`, and the pages of APIs."""
+    """`/v1/models`, `/props`, the pages of APIs, and the endpoints of all other own paths.
 
-    handler: RequestHandler
-    fleet: FleetCatalog
-    created: int  # the `created` of every model: seconds since 1970
-    callers: Callers
-    health: HealthEndpoints
-    caller_usage: CallerUsage
-    own_requests: OwnRequests | None
-    caller_page: StaticPage
-    files: FileEndpoints
-    batches: BatchEndpoints
-    message_batches: MessageBatchEndpoints
-    responses: StoredResponseEndpoints
-    deferred: DeferredEndpoints
+    `own_requests` is None where there is no store. `created`: that of every model, in seconds since
+    1970. `standing_error`: as in `HealthEndpoints`.
+    """
+
+    def __init__(
+        self,
+        handler: RequestHandler,
+        fleet: FleetCatalog,
+        usage: CallerUsage,
+        own_requests: OwnRequests | None,
+        caller_page: StaticPage,
+        *,
+        created: int,
+        kept: KeptForCallers = KeptForCallers(),  # noqa: B008 - immutable
+        standing_error: Callable[[], GatewayError | None] = lambda: None,
+    ) -> None:
+        access = batch_access(handler, kept)
+        self.handler, self.fleet, self.created = handler, fleet, created
+        self.caller_usage, self.own_requests = usage, own_requests
+        self.caller_page, self.callers = caller_page, access.callers
+        self.health = HealthEndpoints(fleet, handler.queue, lambda: handler.closing, standing_error)
+        self.files = FileEndpoints(kept.files, self.callers)
+        self.batches, self.message_batches = BatchEndpoints(access), MessageBatchEndpoints(access)
+        self.responses = StoredResponseEndpoints(kept.requests, self.callers)
+        self.deferred = DeferredEndpoints(kept.requests, handler.queue, self.callers)
 
     async def models(self, request: Request) -> Response:
         models = self._visible_models(request)
@@ -510,13 +499,12 @@ class AnthropicModelObject(ModelObject, kw_only=True):
 
 def with_anthropic_fields(model: ModelObject) -> AnthropicModelObject:
     """The model, with the fields that Anthropic's clients read."""
-    created = datetime.fromtimestamp(model.created, UTC).isoformat().replace("+00:00", "Z")
     return AnthropicModelObject(
         id=model.id,
         created=model.created,
         meta=model.meta,
         display_name=model.id,
-        created_at=created,
+        created_at=time_text(model.created),
     )
 
 
