@@ -23,7 +23,7 @@ from gateway.admin.nodes import ModelEndpoints, NodeEndpoints, PlacementEndpoint
 from gateway.admin.playground import Playground
 from gateway.admin.reports import AUDIT_ACTION_KEY, AUDIT_TARGET_KEY, AuditEndpoints, UsageEndpoints
 from gateway.admin.status import NodeMetricsEndpoint, StatusEndpoints
-from gateway.admin.why import RequestEndpoints, TimelineEndpoint
+from gateway.admin.why import RequestEndpoints
 from gateway.callers.ended import EndedFinder
 from gateway.callers.keys import AdminKeys, AdminRole, without_secret
 from gateway.callers.reports import Reporter
@@ -36,7 +36,6 @@ from gateway.web.site import KeptForCallers, StaticPage, batch_access
 VIEWER, OPERATOR, ADMIN = AdminRole.VIEWER, AdminRole.OPERATOR, AdminRole.ADMIN
 
 STATIC_FOLDER = Path(__file__).parent / "static"
-PAGE = "index.html"
 PAGE_SUFFIXES = frozenset({".html", ".css", ".js", ".svg"})
 FILES_PATH = "/dashboard/"  # the path of the page's files
 
@@ -60,9 +59,8 @@ class AdminEndpoints:
         access, view = batch_access(handler, kept), live.view
         name_of = gateway.key_sync.key_ring.name_of
         self.live = live
-        self.timeline = TimelineEndpoint(scheduler, time.time, name_of)
         self.playground = Playground(handler)
-        self.pages = Pages(StaticPage(PAGE, STATIC_FOLDER, page_files()), metrics, document)
+        self.pages = Pages(StaticPage("index.html", STATIC_FOLDER, page_files()), metrics, document)
         self.health = HealthEndpoints(fleet, scheduler, lambda: handler.closing, standing_error)
         self.status = StatusEndpoints(gateway, metrics, self.health)
         self.nodes = NodeEndpoints(
@@ -108,7 +106,7 @@ ADMIN_ROUTES = (
         "the gateway on one page"),
     AdminRoute("GET", "/admin/live", VIEWER, lambda e: e.live.stream,
         "nodes, queue and problems as they change, as server-sent events; requests for operators"),
-    AdminRoute("GET", "/admin/timeline", VIEWER, lambda e: e.timeline.show,
+    AdminRoute("GET", "/admin/timeline", VIEWER, lambda e: e.requests.timeline,
         "what each slot has done in the last ten minutes; callers for operators"),
     AdminRoute("GET", "/admin/nodes", VIEWER, lambda e: e.nodes.list, "every node"),
     AdminRoute("POST", "/admin/nodes/{name:path}/drain", OPERATOR, lambda e: e.nodes.drain,
@@ -266,8 +264,7 @@ def admin_app(
         (route.method, route.path, _with_role(route, endpoints)) for route in ADMIN_ROUTES
     )
     numbers = itertools.count()
-    names = (host, *extra_hosts)
-    guard = Middleware(AdminGuard, keys=keys, names=names, is_keyless=is_keyless)
+    guard = Middleware(AdminGuard, keys=keys, names=(host, *extra_hosts), is_keyless=is_keyless)
     relaying = [] if relayed is None else [Middleware(relayed)]
     return asgi_app(routes, lambda: f"adm_{next(numbers):x}", [guard, *relaying])
 

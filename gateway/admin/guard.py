@@ -73,8 +73,7 @@ class AdminGuard:
                 response.headers["WWW-Authenticate"] = 'Bearer realm="llama-gateway admin"'
             await response(scope, receive, send)
             return
-        known = {_IDENTITY_KEY: identity, _GUARD_KEY: self}
-        await self._app({**scope, **known}, receive, send)
+        await self._app({**scope, _IDENTITY_KEY: identity, _GUARD_KEY: self}, receive, send)
 
     def check(self, scope: Scope) -> AdminIdentity:
         """Who sends this request. Raises: GatewayError 401, 403."""

@@ -107,12 +107,12 @@ class KeyEndpoints:
     async def put_group(self, request: Request) -> Response:
         """Define a group, by its limits and those of its end users."""
         fields = await self._fields(request, may_be_empty=True)
-        name = request.path_params["name"]
-        return JsonResponse(await _done(self._desk().put_group(name, fields)))
+        return JsonResponse(
+            await _done(self._desk().put_group(request.path_params["name"], fields))
+        )
 
     async def remove_group(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        return JsonResponse(await _done(self._desk().remove_group(name)))
+        return JsonResponse(await _done(self._desk().remove_group(request.path_params["name"])))
 
     async def _fields(
         self, request: Request, most_bytes: int = LARGEST_KEY_BODY, *, may_be_empty: bool = False

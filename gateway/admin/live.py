@@ -133,8 +133,6 @@ class LiveView:
                 self.node_history.read(node.name, at, taken, node.slots_now, node.speed)
         return Gauges(sum(self.gateway.scheduler.depths().values()), busy, tokens)
 
-    # Nodes.
-
     def _node_row(self, node: Node) -> Row:
         now, slow = node.clock(), node.degradation
         models = node.properties.names if node.spec.models is None else node.spec.models
@@ -180,8 +178,6 @@ class LiveView:
             "in_flight": sum(len(node.leases) for node in models),
             "requests": sum(node.requests for node in models),
         }
-
-    # The queue and the requests.
 
     def _read_queue(self) -> tuple[list[Waiting], QueueCondition]:
         """Waiting requests, and what problems need to know of them."""
@@ -236,8 +232,7 @@ class LiveView:
         else:
             state = "writing"
         # The record has it once the client was sent it; a resumed one keeps its first.
-        began = None if record.ttft is None else request.received_at + record.ttft
-        seconds = None if began is None else now - began
+        seconds = 0.0 if record.ttft is None else now - request.received_at - record.ttft
         return {
             "id": request.id,
             "request_id": request.x_request_id,
@@ -256,13 +251,9 @@ class LiveView:
             "ttft": None if record.ttft is None else round(record.ttft, 2),
             "prompt_tokens": prompt or scheduler.demand_model.expected_prompt_tokens(asked),
             "tokens": tokens,
-            "tokens_per_second": _tps(tokens / seconds)
-            if seconds is not None and seconds > 0.2 and tokens
-            else None,
+            "tokens_per_second": _tps(tokens / seconds) if seconds > 0.2 and tokens else None,
             "caller_name": self.gateway.key_sync.key_ring.name_of(asked.caller.id),
         }
-
-    # The rest.
 
     def _summary(self, counts: _FleetCounts) -> dict[str, Any]:
         gateway = self.gateway
@@ -488,8 +479,6 @@ class LiveFeed:
             self._closed = True
             self._published.set()
 
-    # Who watches.
-
     async def stream(self, request: Request) -> Response:
         """The events, for one watcher; with `once=1` a snapshot alone. Raises: GatewayError 429."""
         identity = identity_of(request)
@@ -671,7 +660,6 @@ class EventStream(StreamingResponse):
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve the events; they end when the client leaves."""
         try:
             await super().__call__(scope, receive, send)
         finally:

@@ -381,25 +381,20 @@ class ModelEndpoints:
 
     async def pause(self, request: Request) -> Response:
         """Take no new requests for this name. What runs ends by itself, what waits is refused."""
-        name = self._find(request)
-        if name not in self.gateway.fleet.model_index.paused_by_name:
-            if len(self.gateway.fleet.model_index.paused_by_name) >= MOST_PAUSED:
+        name, fleet = self._find(request), self.gateway.fleet
+        if name not in fleet.model_index.paused_by_name:
+            if len(fleet.model_index.paused_by_name) >= MOST_PAUSED:
                 raise errors.invalid_request(
                     f"{MOST_PAUSED} models are paused already: resume one first.", "name"
                 )
-            self.gateway.fleet.pause_model(name, paused=True)
+            fleet.pause_model(name, paused=True)
             # Those that wait for a paused model and have not been at a node.
-            scheduler, paused = self.gateway.scheduler, self.gateway.fleet.model_index.paused
-            waiting = [
-                one.request
-                for one in scheduler.waiters
-                if one.request.wanted.model in paused
-                or paused.issuperset(one.request.wanted.model_names)
-            ]
-            refused = sum(
-                scheduler.shed(one.id, errors.model_paused(one.wanted.model)) for one in waiting
-            )
-            await self.gateway.fleet.save_orders()
+            refused, paused = 0, fleet.model_index.paused
+            for one in [one.request for one in self.gateway.scheduler.waiters]:
+                model, others = one.wanted.model, one.wanted.model_names
+                if model in paused or paused.issuperset(others):
+                    refused += self.gateway.scheduler.shed(one.id, errors.model_paused(model))
+            await fleet.save_orders()
             log.warning("model paused", model=name, refused=refused)
         return JsonResponse(_ModelsView(self.gateway).object(name))
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
 
 import msgspec
@@ -69,11 +69,10 @@ class StatusEndpoints:
             slots += node.slots_now
             busy += node.slots_busy
         uptime = gateway.clock() - gateway.started_at
-        started = datetime.now(UTC) - timedelta(seconds=uptime)
         return JsonResponse(
             StatusObject(
                 **whole_figures(gateway, self.health),
-                started_at=time_text(started.timestamp()),
+                started_at=time_text(time.time() - uptime),
                 uptime=round(uptime, 3),
                 waiting=self._waiting(),
                 totals=totals_json(self.metrics),
@@ -185,7 +184,7 @@ def whole_figures(gateway: GatewayControl, health: HealthEndpoints) -> dict[str,
 
 def days_until(seconds: float) -> float:
     """Days until this time, in seconds since 1970; negative if it has passed."""
-    return (seconds - datetime.now(UTC).timestamp()) / 86400
+    return (seconds - time.time()) / 86400
 
 
 def days_left(gateway: GatewayControl) -> dict[str, float]:
@@ -449,11 +448,8 @@ class NodeMetricsEndpoint:
             for task in tasks.values():
                 task.cancel()
             results = await asyncio.gather(*tasks.values(), return_exceptions=True)
-        return {
-            name: result
-            for name, result in zip(tasks, results, strict=True)
-            if isinstance(result, dict)
-        }
+        pairs = zip(tasks, results, strict=True)
+        return {name: told for name, told in pairs if isinstance(told, dict)}
 
 
 async def _read(node: Node) -> NodeFamilies | None:

@@ -276,6 +276,60 @@ class RequestEndpoints:
             ],
         }
 
+    async def timeline(self, request: Request) -> Response:
+        """Attempts that run and that have ended lately; callers are named for operators alone."""
+        after = number_parameter(request, "after", 0.0, math.inf, "a Unix time")
+        shows_callers = identity_of(request).role >= AdminRole.OPERATOR
+        return JsonResponse(self.read_timeline(after or 0.0, shows_callers=shows_callers))
+
+    def read_timeline(self, after: float, *, shows_callers: bool) -> TimelineObject:
+        """What runs, and what has ended after this Unix time and within the last ten minutes."""
+        scheduler, at = self.scheduler, self.wall_clock()
+        log, shift = scheduler.decision_log, at - scheduler.clock()
+        earliest = max(after, at - TIMELINE_SECONDS) - shift
+        # Those that run, and those that have ended since, each with its node.
+        running = [one for one in scheduler.records.values() if one.grant.ended_at is None]
+        attempts: list[tuple[Grant, str | None]] = [(one.grant, one.node.name) for one in running]
+        ended = [one for one in log.grants if one.ended_at is not None and one.ended_at > earliest]
+        attempts += [(one, one.ran_on) for one in ended]
+        # A router's slots are those of its models.
+        slots = {
+            node.name: node.slots_now
+            for node in scheduler.fleet.nodes.values()
+            if not node.is_router and node.slots_now
+        }
+        lanes = sample_of(slots)
+
+        def unix(seconds: float | None) -> float | None:
+            return None if seconds is None else round(seconds + shift, 2)
+
+        spans = [
+            SlotSpan(
+                request=grant.request_id,
+                lease=grant.lease_id,
+                node=node,
+                slots=grant.slots,
+                caller=grant.caller if shows_callers else None,
+                caller_name=self.name_of(grant.caller) if shows_callers else None,
+                model=grant.model,
+                begin=round(grant.at + shift, 2),
+                writes=unix(grant.first_content_at),
+                end=unix(grant.ended_at),
+                outcome=grant.outcome,
+                resumes=grant.resumes,
+            )
+            for grant, node in attempts
+            if node is not None and node in lanes and grant.slots
+        ]
+        return TimelineObject(
+            round(at, 2),
+            round(max(log.reaches_back_to() + shift, at - TIMELINE_SECONDS), 2),
+            sum(slots.values()),
+            lanes,
+            list(SlotSpan._fields),
+            spans,
+        )
+
     def _time(self, at: float) -> str:
         """A monotonic time as people and programs read it."""
         seconds = self.wall_clock() - (self.scheduler.clock() - at)
@@ -934,70 +988,6 @@ class TimelineObject(msgspec.Struct):
         "(whether it goes on with a response that another node began)"]  # fmt: skip
     spans: Annotated[list[Any], "attempts that run, and those that have ended in the last ten "
         "minutes, or after `after`"]  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class TimelineEndpoint:
-    """The endpoint of the timeline."""
-
-    scheduler: Scheduler
-    now: Callable[[], float]
-    name_of: Callable[[str], str | None]  # the name of the key with this id
-
-    async def show(self, request: Request) -> Response:
-        """Attempts that run and that have ended lately; callers are named for operators alone."""
-        after = number_parameter(request, "after", 0.0, math.inf, "a Unix time")
-        shows_callers = identity_of(request).role >= AdminRole.OPERATOR
-        return JsonResponse(self.read(after or 0.0, shows_callers=shows_callers))
-
-    def read(self, after: float, *, shows_callers: bool) -> TimelineObject:
-        """What runs, and what has ended after this Unix time and within the last ten minutes."""
-        scheduler, at = self.scheduler, self.now()
-        log, shift = scheduler.decision_log, at - scheduler.clock()
-        earliest = max(after, at - TIMELINE_SECONDS) - shift
-        # Those that run, and those that have ended since, each with its node.
-        running = [one for one in scheduler.records.values() if one.grant.ended_at is None]
-        attempts: list[tuple[Grant, str | None]] = [(one.grant, one.node.name) for one in running]
-        ended = [one for one in log.grants if one.ended_at is not None and one.ended_at > earliest]
-        attempts += [(one, one.ran_on) for one in ended]
-        # A router's slots are those of its models.
-        slots = {
-            node.name: node.slots_now
-            for node in scheduler.fleet.nodes.values()
-            if not node.is_router and node.slots_now
-        }
-        lanes = sample_of(slots)
-        return TimelineObject(
-            round(at, 2),
-            round(max(log.reaches_back_to() + shift, at - TIMELINE_SECONDS), 2),
-            sum(slots.values()),
-            lanes,
-            list(SlotSpan._fields),
-            [
-                self._span(grant, node, shift, shows_caller=shows_callers)
-                for grant, node in attempts
-                if node is not None and node in lanes and grant.slots
-            ],
-        )
-
-    def _span(self, grant: Grant, node: str, shift: float, *, shows_caller: bool) -> SlotSpan:
-        def unix(at: float | None) -> float | None:
-            return None if at is None else round(at + shift, 2)
-
-        return SlotSpan(
-            grant.request_id,
-            grant.lease_id,
-            node,
-            grant.slots,
-            grant.caller if shows_caller else None,
-            self.name_of(grant.caller) if shows_caller else None,
-            grant.model,
-            round(grant.at + shift, 2),
-            unix(grant.first_content_at),
-            unix(grant.ended_at),
-            grant.outcome,
-            grant.resumes,
-        )
 
 
 def sample_of(slots: Mapping[str, int], most: int = MOST_LANES) -> dict[str, int]:

@@ -99,11 +99,6 @@ class RecentTraffic:
         for name in _SUMMED:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
-    @property
-    def most_limited(self) -> tuple[str | None, int]:
-        """The caller of whom limits refused most requests, and how many."""
-        return max(self.limited.items(), key=lambda one: one[1], default=(None, 0))
-
 
 _SUMMED = (
     *("requests", "failed", "refused", "callers", "limited", "failures", "served", "gpu"),
@@ -185,15 +180,12 @@ class FleetHistory:
         step.cost += kind.cost
         if not (kind.prompt or kind.completion):
             return
-        tokens = step.models.get(kind.model)
-        if tokens is None:
-            if len(step.models) >= MOST_MODELS:
-                step.too_many_models = True
-                return
-            tokens = step.models[kind.model] = [0, 0, 0]
-        tokens[0] += kind.prompt
-        tokens[1] += kind.cached
-        tokens[2] += kind.completion
+        if kind.model not in step.models and len(step.models) >= MOST_MODELS:
+            step.too_many_models = True
+            return
+        tokens = step.models.setdefault(kind.model, [0, 0, 0])
+        for place, more in enumerate((kind.prompt, kind.cached, kind.completion)):
+            tokens[place] += more
 
     def find(self, name: str) -> Iterator[RequestRecord]:
         """Ended requests of this id or `X-Request-ID`, the newest first in each of the two kinds.

@@ -39,13 +39,7 @@ MOST_FRAMES = 30
 # asyncio logs a callback with its arguments: bytes of a body, for a protocol's data_received.
 _MESSAGES_WITH_ARGUMENTS = ("Exception in callback", "Executing")
 
-LEVELS = {
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-    "critical": logging.CRITICAL,
-}
+LEVELS = {name.lower(): number for name, number in logging.getLevelNamesMapping().items()}
 
 EventDict = MutableMapping[str, Any]
 Renderer = Callable[[object, str, EventDict], bytes]
@@ -205,11 +199,9 @@ def format_exception(error: BaseException) -> str:
 
     The message is left out, except the operating system's of an OSError.
     """
-    parts = []
+    parts: list[str] = []
     current: BaseException | None = error
-    for _ in range(MOST_CHAINED_EXCEPTIONS):
-        if current is None:
-            break
+    while current is not None and len(parts) < MOST_CHAINED_EXCEPTIONS:
         kind = type(current)
         name = kind.__qualname__
         if kind.__module__ != "builtins":

@@ -36,7 +36,6 @@ from gateway.events import (
     LimitReached,
     ModelLoadChanged,
     NodeCalibrated,
-    NodeChanged,
     PromptsKept,
     RequestRecord,
     SlotYielded,
@@ -132,11 +131,10 @@ class MetricsPage:
         histograms: Iterable[tuple[Mapping[str, str], AnyHistogram]],
         *,
         prefix: str | None = None,
-        help_text: str = "",
     ) -> None:
         """Add a family of histograms, each with its labels; `prefix` replaces the page's."""
         full = (self._prefix if prefix is None else prefix) + name
-        self._parts.append([f"# HELP {full} {help_text or HELP[name]}\n# TYPE {full} histogram\n"])
+        self._parts.append([f"# HELP {full} {HELP[name]}\n# TYPE {full} histogram\n"])
         self._parts.append(
             _histogram_text(full, labelled, histogram) for labelled, histogram in histograms
         )
@@ -418,8 +416,7 @@ class Metrics:
         name_of: Callable[[str], str | None] = lambda _: None,
     ) -> None:
         self._nodes, self._add_state, self._name_of = nodes, add_state, name_of
-        self._catch_up = bus.catch_up
-        self._ended = bus.ended
+        self._bus = bus
         self._requests: dict[tuple[Priority, str, int], RequestCounts] = {}
         self._models: set[str] = set()
         self._attempts: defaultdict[str, Counter[str]] = defaultdict(Counter)
@@ -446,11 +443,10 @@ class Metrics:
         ProcessCollector(registry=self._process)
         bus.ended.read_by(self._times_of, self._add)
         bus.subscribe(AttemptEnded, self._attempted)
-        bus.subscribe(NodeChanged, self._node_changed)
         bus.subscribe(ModelLoadChanged, self._model_load_changed)
         bus.subscribe(HookEnded, lambda e: self._hooks.update([(e.node, e.hook, e.outcome)]))
         bus.subscribe(
-            StreamResumed, lambda e: self._streams.update(resumed=int(e.resumed_on is not None))
+            StreamResumed, lambda e: self._streams.update(resumed=e.resumed_on is not None)
         )
         bus.subscribe(SlotYielded, lambda _: self._streams.update(yielded=1))
         bus.subscribe(LimitReached, lambda e: self._limits_reached.update([(e.limit, e.scope)]))
@@ -462,11 +458,11 @@ class Metrics:
         """Count requests under OpenTelemetry's names too, or stop it."""
         if gen_ai != self._with_gen_ai:
             self._with_gen_ai = gen_ai
-            self._ended.forget_kinds()
+            self._bus.ended.forget_kinds()
 
     def _times_of(self, kind: EndedKind) -> Callable[[RequestRecord], None]:
         """What counts the times of the requests of this kind."""
-        labelled = (kind.model, kind.priority.label, kind.tier or NO_TIER)
+        labelled = (kind.model, kind.priority.label, kind.tier or "none")
         response = self._response.of(*labelled, outcome_of(kind.status))
         first_token = self._first_token.of(*labelled) if kind.timed else None
         count_gen_ai = self._gen_ai.count if self._with_gen_ai else None
@@ -510,7 +506,7 @@ class Metrics:
 
     def counts_by_status(self) -> Iterator[tuple[int, RequestCounts]]:
         """Counts of requests that have ended, by status; a status may come several times."""
-        self._catch_up()
+        self._bus.catch_up()
         for (_, _, status), counts in self._requests.items():
             yield status, counts
 
@@ -531,18 +527,13 @@ class Metrics:
         if event.seconds is not None:
             self._load_seconds.of(event.model).observe(event.seconds)
 
-    def _node_changed(self, event: NodeChanged) -> None:
-        """Forget a node that has left the fleet."""
-        if event.new_state is None:
-            self._attempts.pop(event.node, None)
-
     def steps(self, *, key_names: bool = True) -> Iterator[bytes]:
         """The text for Prometheus, of type `CONTENT_TYPE`; other work may go on between two pieces.
 
         The state is that of the first steps, and counts are those at the time of their piece.
         `key_names`: with those of keys.
         """
-        self._catch_up()
+        self._bus.catch_up()
         nodes, measured = list[NodeSample](), list[NodeSample]()  # models of known speed
         states = Counter[tuple[str, str, str]]()  # of routers' models: model, router and state
         failures: dict[tuple[str, str], int] = {}
@@ -613,7 +604,13 @@ class Metrics:
     def _add_fleet(
         self, page: MetricsPage, nodes: Sequence[NodeSample], models: Sequence[NodeSample]
     ) -> None:
-        self._forget_others(node.name for node in nodes)
+        # Nodes that have left are forgotten, with what has ended after that.
+        kept = {*(node.name for node in nodes), OTHER_LABEL}
+        for node in [node for node in self._attempts if node.partition("/")[0] not in kept]:
+            del self._attempts[node]
+        for counts in (self._hooks, self._loads, self._unloads):
+            for key in [key for key in counts if key[0] not in kept]:
+                del counts[key]
         everything = [*nodes, *models]
         attempts = (
             ((node, outcome), count)
@@ -638,15 +635,6 @@ class Metrics:
         page.nodes("node_decode_tokens_per_second", everything, operator.attrgetter("decode_tps"))
         page.nodes("node_prefill_tokens_per_second", everything, operator.attrgetter("prefill_tps"))
 
-    def _forget_others(self, names: Iterable[str]) -> None:
-        """Drop nodes that have left; attempts that ended after that have added them again."""
-        kept = {*names, OTHER_LABEL}
-        for node in [node for node in self._attempts if node.partition("/")[0] not in kept]:
-            del self._attempts[node]
-        for counts in (self._hooks, self._loads, self._unloads):
-            for key in [key for key in counts if key[0] not in kept]:
-                del counts[key]
-
 
 def _within(known: Collection[T], key: T, most: int, further: T) -> T:
     """The key, or the one of all further keys if so many others are known."""
@@ -660,7 +648,6 @@ SECONDS_UP_TO_AN_HOUR = (
 )
 
 MOST_LABEL_SETS = 300  # Most combinations of labels of one histogram that name a model
-NO_TIER = "none"  # The tier of a request that no node has seen
 
 
 def outcome_of(status: int) -> str:

@@ -61,11 +61,10 @@ class OtlpSender:
         self._service, self._clock = settings.service_name, clock
         self._interrupted = threading.Event()
         self._quiet_until = -math.inf
-        context = ssl.create_default_context(cafile=settings.ca_file)
         # The environment's proxies and passwords are not for this.
         self._runner = asyncio.Runner()
         self._client = httpx.AsyncClient(
-            verify=context,
+            verify=ssl.create_default_context(cafile=settings.ca_file),
             trust_env=False,
             headers={
                 "content-type": "application/x-protobuf",

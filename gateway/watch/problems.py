@@ -350,7 +350,7 @@ def _flooding_caller(state: FleetCondition) -> Iterator[Problem]:
     queue, traffic = state.queue, state.traffic
     if max(queue.callers, len(traffic.callers)) < 2:
         return  # A caller alone takes nothing from others.
-    caller, limited = traffic.most_limited
+    caller, limited = next(iter(traffic.limited.most_common(1)), (None, 0))
     title = "One caller sends more than its limits allow"
     cause = f"Of the {traffic.requests} requests of the last minute its limits refused {limited}"
     is_flood = queue.top_waiting >= max(LEAST_FLOOD, FLOOD_SHARE * queue.waiting)
@@ -360,7 +360,7 @@ def _flooding_caller(state: FleetCondition) -> Iterator[Problem]:
     if caller is None or not (is_flood or limited >= LEAST_FLOOD):
         return
     show, where = "llama-gateway keys show {name}", "by keys set"
-    commands = (show, "llama-gateway keys set {name} --rpm 60")
+    commands: tuple[str, ...] = (show, "llama-gateway keys set {name} --rpm 60")
     if caller in state.settings_keys:
         where, commands = "in gateway.yaml, at its entry of keys", (show, CHECK)
     if caller.startswith(("anonymous:", "playground:")):

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import KW_ONLY, InitVar, dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import TYPE_CHECKING
 
 import structlog
@@ -36,14 +36,14 @@ BATCH_SECONDS = 5.0
 FLUSH_SECONDS = 2.0  # most seconds that the gateway's end waits for the last traces to be sent
 
 
+@dataclass(slots=True)
 class TraceCounts:
     """How many traces were exported and dropped since the start; for all exporters together."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.exported = 0
-        self.not_queued = 0  # dropped, as too many waited already
-        self.not_sent = 0  # dropped, as the collector did not take them
+    exported: int = 0
+    not_queued: int = 0  # dropped, as too many waited already
+    not_sent: int = 0  # dropped, as the collector did not take them
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def count(self, *, exported: int = 0, not_queued: int = 0, not_sent: int = 0) -> None:
         """Add these. Any thread may call it."""

@@ -110,8 +110,7 @@ def asgi_app(
             allowed = sorted((error.headers or {})["Allow"].split(", "))
             own_error = errors.method_not_allowed(request.method, ", ".join(allowed))
         elif error.status_code == 404:
-            path = request.scope["path"]
-            own_error = errors.not_found(path, suggest(path))
+            own_error = errors.not_found(request.scope["path"], suggest(request.scope["path"]))
         else:
             own_error = GatewayError(error.status_code, "invalid_request", error.detail)
         return error_response(own_error, request.scope)

@@ -97,12 +97,6 @@ class StoreOptions(msgspec.Struct):
     webhook_url: object = None  # not checked yet
     metadata: Metadata | None = None
 
-    @property
-    def seconds(self) -> float | None:
-        """The seconds within which it must have ended."""
-        asked = self.background_options
-        return None if asked is None else COMPLETION_WINDOWS.get(asked.completion_window or "")
-
 
 _OPTION_NAMES = StoreOptions.__struct_fields__
 _OPTIONS = msgspec.json.Decoder(StoreOptions)
@@ -358,8 +352,6 @@ class _StoringRequest:
     served: StorableRequest
     context: RequestContext
 
-    # Responses.
-
     async def respond(self, body: bytes) -> bytes | None:
         """Serve a request to `/v1/responses`: store the response if asked, then send it.
 
@@ -391,7 +383,8 @@ class _StoringRequest:
             webhook_url = self.storing.webhooks.check(caller.id, caller.group, options.webhook_url)
         batches = settings.batches
         keep = batches.background_keep if options.store is False else batches.keep
-        seconds = options.seconds or batches.windows.default
+        window = options.background_options and options.background_options.completion_window
+        seconds = COMPLETION_WINDOWS.get(window or "", batches.windows.default)
         if not background and context.client_timeout is not None:
             seconds = min(seconds, context.client_timeout)
         asked = self._asked(request, RequestKind.RESPONSE, owner)
@@ -496,8 +489,6 @@ class _StoringRequest:
         else:
             self._send_json(200, response)
 
-    # Deferred requests.
-
     async def defer(self, body: bytes) -> None:
         """Take a request with `Prefer: respond-async`, and answer where its response will be."""
         context = self.context
@@ -518,8 +509,6 @@ class _StoringRequest:
         described = await background_object(row, requests, self.storing.queue)
         headers = [*accepted(row, described), (b"preference-applied", b"respond-async")]
         self._send_json(202, described, encode_headers(headers))
-
-    # Both.
 
     def _kept(self, what: str) -> BackgroundRequests:
         if self.storing.requests is None:

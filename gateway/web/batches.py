@@ -124,13 +124,9 @@ class BatchAccess:
     def checked(self, new: NewBatch, fields: BatchFields) -> NewBatch:
         """`new` with what both APIs take. Raises: GatewayError 400."""
         url = fields.webhook_url
-        return replace(
-            new,
-            window=fields.completion_window,
-            webhook_url=None
-            if url is None
-            else self.webhooks.check(new.owner, new.group_name, url),
-        )
+        if url is not None:
+            url = self.webhooks.check(new.owner, new.group_name, url)
+        return replace(new, window=fields.completion_window, webhook_url=url)
 
     async def progress(self, batch: Batch) -> tuple[BatchProgress | None, BatchWait | None]:
         """How far it is, and what it waits for; None while the store can't tell.
@@ -170,11 +166,7 @@ class BatchActions:
     async def resume(self, request: Request) -> Response:
         return await self._shown(request, await self._do(request, BatchRegistry.resume))
 
-    async def _do(
-        self,
-        request: Request,
-        act: Callable[[BatchRegistry, str, str, str], Awaitable[Batch]],
-    ) -> Batch:
+    async def _do(self, request: Request, act: Callable[..., Awaitable[Batch]]) -> Batch:
         named = await self._named(request)
         return await act(self.access.batches(), *named)
 

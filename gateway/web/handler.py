@@ -338,13 +338,9 @@ class _HandledRequest:
 
     def _evict(self, error: GatewayError) -> bool:
         """End the request with `error` if it is queued; returns whether it was."""
-        in_flight, queue = self._in_flight, self._handler.queue
-        ids = (
-            [self.request_id]
-            if in_flight is None or in_flight.sub_requests is None
-            else in_flight.sub_requests
-        )
-        return any(queue.shed(request_id, error) for request_id in ids)
+        parts = None if self._in_flight is None else self._in_flight.sub_requests
+        ids = [self.request_id] if parts is None else parts
+        return any(self._handler.queue.shed(request_id, error) for request_id in ids)
 
     def _supersede(self, in_flight: InFlightRequest) -> None:
         """End the earlier request of the same editor, whose response nobody reads any more."""
@@ -440,21 +436,17 @@ class _HandledRequest:
     def _send_error(self, error: GatewayError) -> None:
         """End with an error: as the response, or as an event once a stream has begun."""
         record, api, exchange = self.record, self.route.api, self.exchange
-        record.fail(error.status, error.code)
         if self._context is not None and self._context.may_name_nodes:
             error.reveal_nodes()
+        body = api.error_body(error, record.x_request_id)
         if exchange.response_started:
-            exchange.end_response(
-                self._error_event(error)
-                if record.stream
-                else api.error_body(error, record.x_request_id)
-            )
+            exchange.end_response(self._error_event(error) if record.stream else body)
             return
         if exchange.more_body:
             # The rest of the body must not be taken for the next request.
             exchange.close_after_response()
         header_lines = encode_headers(error_headers(error)) + self.header_lines()
-        exchange.respond(error.status, header_lines, api.error_body(error, record.x_request_id))
+        exchange.respond(error.status, header_lines, body)
 
     def _error_event(self, error: GatewayError) -> bytes:
         event = self.route.api.error_event(error, self.record.x_request_id)
@@ -600,9 +592,9 @@ class Heartbeat:
         if exchange.response_started:
             exchange.write(make())
         else:
-            kind = JSON_HEADER_LINE
-            if served.record.stream:
-                kind = stream_header_lines(served.route.api)
+            kind = (
+                stream_header_lines(served.route.api) if served.record.stream else JSON_HEADER_LINE
+            )
             exchange.start_response(200, kind + served.header_lines(early=True), make())
             self._in_flight.note_response_started()
             handler.queue.keep_in_queue(self._in_flight.request.id)
