@@ -36,6 +36,7 @@ from gateway.web.site import KeptForCallers, StaticPage, batch_access
 VIEWER, OPERATOR, ADMIN = AdminRole.VIEWER, AdminRole.OPERATOR, AdminRole.ADMIN
 
 STATIC_FOLDER = Path(__file__).parent / "static"
+PAGE = "index.html"
 PAGE_SUFFIXES = frozenset({".html", ".css", ".js", ".svg"})
 FILES_PATH = "/dashboard/"  # the path of the page's files
 
@@ -60,7 +61,7 @@ class AdminEndpoints:
         name_of = gateway.key_sync.key_ring.name_of
         self.live = live
         self.playground = Playground(handler)
-        self.pages = Pages(StaticPage("index.html", STATIC_FOLDER, page_files()), metrics, document)
+        self.pages = Pages(StaticPage(PAGE, STATIC_FOLDER, page_files()), metrics, document)
         self.health = HealthEndpoints(fleet, scheduler, lambda: handler.closing, standing_error)
         self.status = StatusEndpoints(gateway, metrics, self.health)
         self.nodes = NodeEndpoints(

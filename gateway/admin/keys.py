@@ -18,7 +18,6 @@ from gateway.admin.configuration import GatewayControl, problems_response
 from gateway.admin.reports import AUDIT_TARGET_KEY
 from gateway.callers.key_desk import KeyDesk
 from gateway.callers.stored_keys import MOST_PROBLEMS, MOST_STORED_KEYS, KeyProblem, KeysRefused
-from gateway.catalog import ServedModels
 from gateway.config.errors import single_line
 from gateway.config.keys import KeySpec
 from gateway.config.scheduling import CATCH_ALL
@@ -28,6 +27,7 @@ from gateway.store.failures import StoreError
 from gateway.web.asgi import JsonResponse, page_limit, read_fields, store_unavailable
 
 T = TypeVar("T")
+MOST_SHOWN_MODELS = 20  # that an error names
 LARGEST_KEY_BODY = 64 << 10  # bytes of a request about one key
 LARGEST_IMPORT = 16 << 20  # bytes of an import
 MOST_IMPORTED = 10_000  # keys of one import
@@ -136,7 +136,13 @@ class KeyEndpoints:
                 problems.append(KeyProblem(index, key, f"{message} model", f"{remedy}: ...}}"))
             elif catalog.not_found_error(name).status == 404:
                 message = f"no node serves the model '{truncate_echo(name)}'"
-                problems.append(KeyProblem(index, key, message, _known_models(catalog)))
+                names = catalog.model_names()
+                remedy = "they serve none"
+                if names:
+                    remedy = f"they serve {single_line(', '.join(names[:MOST_SHOWN_MODELS]))}"
+                if len(names) > MOST_SHOWN_MODELS:
+                    remedy += f" and {len(names) - MOST_SHOWN_MODELS} more"
+                problems.append(KeyProblem(index, key, message, remedy))
             else:
                 warnings[f"no node has said yet that it serves '{truncate_echo(name)}'"] = None
             if len(problems) + len(warnings) >= MOST_PROBLEMS:
@@ -153,16 +159,6 @@ def _named_models(specs: Sequence[KeySpec]) -> Iterator[tuple[int, str, str]]:
         for key, names in (("models", spec.models), ("limits.models", limited)):
             for name in names or ():
                 yield index, key, name
-
-
-MOST_SHOWN_MODELS = 20
-
-
-def _known_models(catalog: ServedModels) -> str:
-    names = catalog.model_names()
-    more = f" and {len(names) - MOST_SHOWN_MODELS} more" if len(names) > MOST_SHOWN_MODELS else ""
-    shown = ", ".join(names[:MOST_SHOWN_MODELS])
-    return f"they serve {single_line(shown)}{more}" if names else "they serve none"
 
 
 async def _done(work: Awaitable[T]) -> T:

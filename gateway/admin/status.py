@@ -24,7 +24,6 @@ from starlette.responses import Response
 from gateway.admin.configuration import ClusterMember, GatewayControl
 from gateway.admin.nodes import differences_json
 from gateway.callers.ledger import Ledger
-from gateway.callers.limits import UsedQuota
 from gateway.callers.windows import time_text
 from gateway.config.settings import Settings
 from gateway.edges.supervisor import Edges
@@ -293,12 +292,6 @@ def _node_sample(node: Node, fleet: Fleet) -> NodeSample:
     )
 
 
-def quota_labels(quota: UsedQuota) -> tuple[str, str, str, str, str]:
-    """Whose limit it is, which one, and whether it is spent."""
-    one, state = quota.standing, "spent" if quota.spent else "near"
-    return one.kind, quota.id, one.limit, one.period or "", state
-
-
 @dataclass(frozen=True, slots=True)
 class MetricsSource:
     """Reads the state of the gateway for `Metrics`, at each scrape.
@@ -332,7 +325,11 @@ class MetricsSource:
         page.number("in_flight", len(gateway.registry))
         paused = dict.fromkeys(sorted(gateway.fleet.model_index.paused_by_name), 1)
         page.counts("model_paused", paused, "model")
-        quotas = {quota_labels(one): round(one.share, 4) for one in gateway.quotas.used}
+        quotas = {}
+        for one in gateway.quotas.used:
+            limit, state = one.standing, "spent" if one.spent else "near"
+            key = (limit.kind, one.id, limit.limit, limit.period or "", state)
+            quotas[key] = round(one.share, 4)
         page.counts("quota_used_ratio", quotas, "of", "id", "limit", "period", "state")
         page.number("inventory_error", int(gateway.config_files.inventory_error is not None))
         page.number("retry_budget", self.retries_left())

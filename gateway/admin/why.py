@@ -785,7 +785,13 @@ def _of_request(request: ExplainedRequest) -> str:
         return _of_waiting(waiting)
     if grants:
         queued = [one for one in decisions if isinstance(one, ToldQueueing)]
-        loads = [_of_load(one.load) for one in queued if one.load is not None]
+        loads = []
+        for load in [one.load for one in queued if one.load is not None]:
+            text = f"It waited {_seconds(load['waited'])} for the load of {load['node']}"
+            text += f", which took {_seconds(load['seconds'])}"
+            if load["unloaded"]:
+                text += f", and for which {', '.join(load['unloaded'])} had to be unloaded"
+            loads.append(f"{text}.")
         several = [f"{len(grants)} attempts; about the last:"] if len(grants) > 1 else []
         return " ".join([*several, *loads, grants[-1].summary])
     if decisions:
@@ -863,14 +869,6 @@ def _of_waiting(waiting: Json) -> str:
     else:
         why = f"No node that could serve it has a free slot ({waiting['nodes_alive']} are up)"
     return f"{why}. {place[:1].upper()}{place[1:]}; {when}."
-
-
-def _of_load(load: Json) -> str:
-    text = f"It waited {_seconds(load['waited'])} for the load of {load['node']}"
-    text += f", which took {_seconds(load['seconds'])}"
-    if load["unloaded"]:
-        text += f", and for which {', '.join(load['unloaded'])} had to be unloaded"
-    return f"{text}."
 
 
 def _of_grant(grant: ToldGrant) -> str:
