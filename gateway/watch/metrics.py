@@ -131,10 +131,11 @@ class MetricsPage:
         histograms: Iterable[tuple[Mapping[str, str], AnyHistogram]],
         *,
         prefix: str | None = None,
+        help_text: str = "",
     ) -> None:
         """Add a family of histograms, each with its labels; `prefix` replaces the page's."""
         full = (self._prefix if prefix is None else prefix) + name
-        self._parts.append([f"# HELP {full} {HELP[name]}\n# TYPE {full} histogram\n"])
+        self._parts.append([f"# HELP {full} {help_text or HELP[name]}\n# TYPE {full} histogram\n"])
         self._parts.append(
             _histogram_text(full, labelled, histogram) for labelled, histogram in histograms
         )
