@@ -383,7 +383,8 @@ class _StoringRequest:
             webhook_url = self.storing.webhooks.check(caller.id, caller.group, options.webhook_url)
         batches = settings.batches
         keep = batches.background_keep if options.store is False else batches.keep
-        window = options.background_options and options.background_options.completion_window
+        timing = options.background_options
+        window = None if timing is None else timing.completion_window
         seconds = COMPLETION_WINDOWS.get(window or "", batches.windows.default)
         if not background and context.client_timeout is not None:
             seconds = min(seconds, context.client_timeout)
