@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -24,7 +23,7 @@ from gateway.admin.nodes import ModelEndpoints, NodeEndpoints, PlacementEndpoint
 from gateway.admin.playground import Playground
 from gateway.admin.reports import AUDIT_ACTION_KEY, AUDIT_TARGET_KEY, AuditEndpoints, UsageEndpoints
 from gateway.admin.status import NodeMetricsEndpoint, StatusEndpoints
-from gateway.admin.why import RequestEndpoints, TimelineEndpoint
+from gateway.admin.why import RequestEndpoints
 from gateway.callers.ended import EndedFinder
 from gateway.callers.keys import AdminKeys, AdminRole, without_secret
 from gateway.callers.reports import Reporter
@@ -60,11 +59,9 @@ class AdminEndpoints:
         fleet, scheduler, handler = gateway.fleet, gateway.scheduler, gateway.handler
         access, view = batch_access(handler, kept), live.view
         name_of = gateway.key_sync.key_ring.name_of
-        self.dashboard = DashboardPages(StaticPage(PAGE, STATIC_FOLDER, page_files()))
         self.live = live
-        self.timeline = TimelineEndpoint(scheduler, time.time, name_of)
         self.playground = Playground(handler)
-        self.pages = PlainPages(metrics, document)
+        self.pages = Pages(StaticPage(PAGE, STATIC_FOLDER, page_files()), metrics, document)
         self.health = HealthEndpoints(fleet, scheduler, lambda: handler.closing, standing_error)
         self.status = StatusEndpoints(gateway, metrics, self.health)
         self.nodes = NodeEndpoints(
@@ -97,9 +94,9 @@ class AdminRoute:
 
 
 ADMIN_ROUTES = (
-    AdminRoute("GET", "/", None, lambda e: e.dashboard.index,
+    AdminRoute("GET", "/", None, lambda e: e.pages.index,
         "the dashboard; without a browser: this list"),
-    AdminRoute("GET", "/dashboard/{file:path}", None, lambda e: e.dashboard.dashboard.file,
+    AdminRoute("GET", "/dashboard/{file:path}", None, lambda e: e.pages.dashboard.file,
         "its files, without data"),
     AdminRoute("GET", "/metrics", VIEWER, lambda e: e.pages.metrics, "Prometheus"),
     AdminRoute("GET", "/metrics/nodes", VIEWER, lambda e: e.node_metrics.show,
@@ -110,7 +107,7 @@ ADMIN_ROUTES = (
         "the gateway on one page"),
     AdminRoute("GET", "/admin/live", VIEWER, lambda e: e.live.stream,
         "nodes, queue and problems as they change, as server-sent events; requests for operators"),
-    AdminRoute("GET", "/admin/timeline", VIEWER, lambda e: e.timeline.show,
+    AdminRoute("GET", "/admin/timeline", VIEWER, lambda e: e.requests.timeline,
         "what each slot has done in the last ten minutes; callers for operators"),
     AdminRoute("GET", "/admin/nodes", VIEWER, lambda e: e.nodes.list, "every node"),
     AdminRoute("POST", "/admin/nodes/{name:path}/drain", OPERATOR, lambda e: e.nodes.drain,
@@ -217,12 +214,24 @@ def is_keyless(path: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class PlainPages:
-    """Pages that are no JSON of the admin API: metrics, and the OpenAPI document."""
+class Pages:
+    """What is no JSON of the admin API: the dashboard, metrics, and the OpenAPI document."""
 
+    dashboard: StaticPage
     registry: Metrics
     document: Callable[[str | None], bytes]
     """The OpenAPI document of both listeners, or of the one that is named. Raises: GatewayError."""
+
+    async def index(self, request: Request) -> Response:
+        """The dashboard for a browser; programs get the list of paths as text."""
+        accepted = request.headers.get("accept", "").lower().split(",")
+        # Browsers name it, programs do not.
+        if any(one.partition(";")[0].strip() == "text/html" for one in accepted):
+            response = await self.dashboard.page(request)
+        else:
+            response = PlainTextResponse(INDEX_PAGE)
+        response.headers["vary"] = "Accept"
+        return response
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus' exposition format; streams go on while it is written."""
@@ -256,14 +265,9 @@ def admin_app(
         (route.method, route.path, _with_role(route, endpoints)) for route in ADMIN_ROUTES
     )
     numbers = itertools.count()
-    names = (host, *extra_hosts)
-    guard = Middleware(AdminGuard, keys=keys, names=names, is_keyless=is_keyless)
+    guard = Middleware(AdminGuard, keys=keys, names=(host, *extra_hosts), is_keyless=is_keyless)
     relaying = [] if relayed is None else [Middleware(relayed)]
     return asgi_app(routes, lambda: f"adm_{next(numbers):x}", [guard, *relaying])
-
-
-# Parameters of queries that the audit log tells; others are unknown, and might be secrets.
-AUDITED_PARAMETERS = ("deadline",)
 
 
 def _with_role(route: AdminRoute, endpoints: AdminEndpoints) -> Endpoint:
@@ -292,11 +296,8 @@ def _with_role(route: AdminRoute, endpoints: AdminEndpoints) -> Endpoint:
                     str(request.scope.get(AUDIT_ACTION_KEY, route.action)),
                     without_secret(str(request.scope.get(AUDIT_TARGET_KEY, target))),
                     outcome,
-                    details={
-                        name: request.query_params[name]
-                        for name in AUDITED_PARAMETERS
-                        if name in request.query_params
-                    },
+                    # Other parameters are unknown, and might be secrets.
+                    details={k: v for k, v in request.query_params.items() if k == "deadline"},
                     member=request.scope.get("state", {}).get("member", ""),
                     refused=refused,
                 )
@@ -322,25 +323,3 @@ def page_files() -> list[str]:
     """The files of the dashboard by their paths, without licences and digests."""
     found = (one for one in STATIC_FOLDER.rglob("*") if one.suffix in PAGE_SUFFIXES)
     return [one.relative_to(STATIC_FOLDER).as_posix() for one in found]
-
-
-@dataclass(frozen=True, slots=True)
-class DashboardPages:
-    """The dashboard; programs get a list of paths in place of the page."""
-
-    dashboard: StaticPage
-
-    async def index(self, request: Request) -> Response:
-        """The page for a browser, else the list of paths as text."""
-        if accepts_html(request.headers):
-            response = await self.dashboard.page(request)
-        else:
-            response = PlainTextResponse(INDEX_PAGE)
-        response.headers["vary"] = "Accept"
-        return response
-
-
-def accepts_html(headers: Headers) -> bool:
-    """Whether the client asks for a page: browsers name `text/html`, programs do not."""
-    accepted = headers.get("accept", "").lower().split(",")
-    return any(one.partition(";")[0].strip() == "text/html" for one in accepted)

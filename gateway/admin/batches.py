@@ -116,14 +116,6 @@ class BatchDesk(BatchActions):
         request.scope[AUDIT_TARGET_KEY] = f"{batch.id} for {named}"
         return await self._shown(request, batch)
 
-    async def results(self, request: Request) -> Response:
-        """The lines with a response, also before the end."""
-        return await self._lines(request)
-
-    async def errors(self, request: Request) -> Response:
-        """The lines with an error, also before the end."""
-        return await self._lines(request, of_errors=True)
-
     async def _named(self, request: Request) -> tuple[str, str, str]:
         batch = await self.access.batches().find(None, self._id(request), None)
         return batch.owner, batch.id, batch.api

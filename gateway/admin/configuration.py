@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import structlog
@@ -302,7 +301,12 @@ class CertificateRenewal:
         files = changed_files(lambda: self.listeners.files | self._fleet.tls_files())
         async for changed in files:
             results = await self.listeners.renew(changed)
-            results |= self._renew_nodes(changed)
+            for name, error in self._fleet.renew_connections(changed).items():
+                self._node_errors.pop(name, None)
+                if error is not None:
+                    self._node_errors[name] = error
+                    log.error("certificate", node=name, error=error)
+                results[f"node {name}"] = error
             for target, problem in results.items():
                 outcome = "done" if problem is None else "invalid_certificate"
                 self._audit.record("file", None, "certificate", target, outcome)
@@ -315,13 +319,3 @@ class CertificateRenewal:
             for key, error in results.items()
             if error is not None
         ]
-
-    def _renew_nodes(self, changed: Collection[Path]) -> dict[str, str | None]:
-        results: dict[str, str | None] = {}
-        for name, error in self._fleet.renew_connections(changed).items():
-            self._node_errors.pop(name, None)
-            if error is not None:
-                self._node_errors[name] = error
-                log.error("certificate", node=name, error=error)
-            results[f"node {name}"] = error
-        return results

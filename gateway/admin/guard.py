@@ -73,8 +73,7 @@ class AdminGuard:
                 response.headers["WWW-Authenticate"] = 'Bearer realm="llama-gateway admin"'
             await response(scope, receive, send)
             return
-        known = {_IDENTITY_KEY: identity, _GUARD_KEY: self}
-        await self._app({**scope, **known}, receive, send)
+        await self._app({**scope, _IDENTITY_KEY: identity, _GUARD_KEY: self}, receive, send)
 
     def check(self, scope: Scope) -> AdminIdentity:
         """Who sends this request. Raises: GatewayError 401, 403."""
@@ -98,8 +97,10 @@ class AdminGuard:
                 )
         if not self._keys.needed:
             return LOCAL_ADMIN
-        identity = self._find(scope)
-        if identity is not None:
+        values = _values(scope, b"authorization")
+        scheme, _, key = (values[0] if len(values) == 1 else b"").strip().partition(b" ")
+        identity = self._keys.find(key.strip().decode(errors="surrogateescape"))
+        if identity is not None and scheme.lower() == b"bearer":
             return identity
         if self._is_keyless(scope["path"]):
             return NOBODY
@@ -109,12 +110,6 @@ class AdminGuard:
             "No valid admin key was sent. Send one of admin.keys or that of admin.key_file as "
             "'Authorization: Bearer ...'.",
         )
-
-    def _find(self, scope: Scope) -> AdminIdentity | None:
-        values = _values(scope, b"authorization")
-        scheme, _, key = (values[0] if len(values) == 1 else b"").strip().partition(b" ")
-        identity = self._keys.find(key.strip().decode(errors="surrogateescape"))
-        return identity if scheme.lower() == b"bearer" else None
 
 
 NOBODY = AdminIdentity("", AdminRole.VIEWER)  # the caller of a path that needs no key

@@ -18,7 +18,6 @@ from gateway.admin.configuration import GatewayControl, problems_response
 from gateway.admin.reports import AUDIT_TARGET_KEY
 from gateway.callers.key_desk import KeyDesk
 from gateway.callers.stored_keys import MOST_PROBLEMS, MOST_STORED_KEYS, KeyProblem, KeysRefused
-from gateway.catalog import ServedModels
 from gateway.config.errors import single_line
 from gateway.config.keys import KeySpec
 from gateway.config.scheduling import CATCH_ALL
@@ -28,6 +27,7 @@ from gateway.store.failures import StoreError
 from gateway.web.asgi import JsonResponse, page_limit, read_fields, store_unavailable
 
 T = TypeVar("T")
+MOST_SHOWN_MODELS = 20  # that an error names
 LARGEST_KEY_BODY = 64 << 10  # bytes of a request about one key
 LARGEST_IMPORT = 16 << 20  # bytes of an import
 MOST_IMPORTED = 10_000  # keys of one import
@@ -55,7 +55,6 @@ class KeyEndpoints:
         return JsonResponse({**await _done(listed), "problem": self.gateway.key_sync.problem})
 
     async def show(self, request: Request) -> Response:
-        """One key."""
         return JsonResponse(await _done(self._desk().show(request.path_params["name"])))
 
     async def create(self, request: Request) -> Response:
@@ -74,7 +73,15 @@ class KeyEndpoints:
         try:
             return JsonResponse(await _done(self._desk().import_keys(entries)))
         except KeysRefused as error:
-            return _refused(error)
+            problems = [
+                {
+                    **asdict(one),
+                    "message": single_line(one.message),
+                    "remedy": single_line(one.remedy),
+                }
+                for one in error.problems
+            ]
+            return problems_response(error, problems)
 
     async def change(self, request: Request) -> Response:
         """Change a key's name or rights by a JSON merge patch (RFC 7396); its secret stays."""
@@ -87,7 +94,6 @@ class KeyEndpoints:
         return JsonResponse(await _done(self._desk().rotate(request.path_params["name"], fields)))
 
     async def revoke(self, request: Request) -> Response:
-        """End a key for good."""
         return JsonResponse(await _done(self._desk().revoke(request.path_params["name"])))
 
     def _desk(self) -> KeyDesk:
@@ -101,13 +107,12 @@ class KeyEndpoints:
     async def put_group(self, request: Request) -> Response:
         """Define a group, by its limits and those of its end users."""
         fields = await self._fields(request, may_be_empty=True)
-        name = request.path_params["name"]
-        return JsonResponse(await _done(self._desk().put_group(name, fields)))
+        return JsonResponse(
+            await _done(self._desk().put_group(request.path_params["name"], fields))
+        )
 
     async def remove_group(self, request: Request) -> Response:
-        """Remove a group of the store."""
-        name = request.path_params["name"]
-        return JsonResponse(await _done(self._desk().remove_group(name)))
+        return JsonResponse(await _done(self._desk().remove_group(request.path_params["name"])))
 
     async def _fields(
         self, request: Request, most_bytes: int = LARGEST_KEY_BODY, *, may_be_empty: bool = False
@@ -131,7 +136,13 @@ class KeyEndpoints:
                 problems.append(KeyProblem(index, key, f"{message} model", f"{remedy}: ...}}"))
             elif catalog.not_found_error(name).status == 404:
                 message = f"no node serves the model '{truncate_echo(name)}'"
-                problems.append(KeyProblem(index, key, message, _known_models(catalog)))
+                names = catalog.model_names()
+                remedy = "they serve none"
+                if names:
+                    remedy = f"they serve {single_line(', '.join(names[:MOST_SHOWN_MODELS]))}"
+                if len(names) > MOST_SHOWN_MODELS:
+                    remedy += f" and {len(names) - MOST_SHOWN_MODELS} more"
+                problems.append(KeyProblem(index, key, message, remedy))
             else:
                 warnings[f"no node has said yet that it serves '{truncate_echo(name)}'"] = None
             if len(problems) + len(warnings) >= MOST_PROBLEMS:
@@ -150,16 +161,6 @@ def _named_models(specs: Sequence[KeySpec]) -> Iterator[tuple[int, str, str]]:
                 yield index, key, name
 
 
-MOST_SHOWN_MODELS = 20
-
-
-def _known_models(catalog: ServedModels) -> str:
-    names = catalog.model_names()
-    more = f" and {len(names) - MOST_SHOWN_MODELS} more" if len(names) > MOST_SHOWN_MODELS else ""
-    shown = ", ".join(names[:MOST_SHOWN_MODELS])
-    return f"they serve {single_line(shown)}{more}" if names else "they serve none"
-
-
 async def _done(work: Awaitable[T]) -> T:
     """What the desk answers. Raises: GatewayError (503 while the store fails)."""
     try:
@@ -174,15 +175,3 @@ def _set_target(request: Request, name: object) -> None:
     """Tell the audit log what is changed, where the path does not."""
     if isinstance(name, str):
         request.scope[AUDIT_TARGET_KEY] = name
-
-
-def _refused(error: KeysRefused) -> Response:
-    """The refusal of an import, with every problem."""
-    problems = [
-        {
-            name: value if name in {"index", "key"} else single_line(value)
-            for name, value in asdict(one).items()
-        }
-        for one in error.problems
-    ]
-    return problems_response(error, problems)

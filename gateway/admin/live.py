@@ -115,7 +115,6 @@ class LiveView:
         )
 
     async def read_problems(self) -> list[Problem]:
-        """The problems alone."""
         counts = _FleetCounts(self.gateway.fleet)
         async for node in in_steps(list(self.gateway.fleet.nodes.values())):
             counts.add(node)
@@ -133,8 +132,6 @@ class LiveView:
             if not node.is_router and node.state.value in USABLE_STATES:
                 self.node_history.read(node.name, at, taken, node.slots_now, node.speed)
         return Gauges(sum(self.gateway.scheduler.depths().values()), busy, tokens)
-
-    # Nodes.
 
     def _node_row(self, node: Node) -> Row:
         now, slow = node.clock(), node.degradation
@@ -182,8 +179,6 @@ class LiveView:
             "requests": sum(node.requests for node in models),
         }
 
-    # The queue and the requests.
-
     def _read_queue(self) -> tuple[list[Waiting], QueueCondition]:
         """Waiting requests, and what problems need to know of them."""
         scheduler, settings = self.gateway.scheduler, self.gateway.settings
@@ -215,25 +210,50 @@ class LiveView:
         """The first to start of those that wait, and the oldest of those that run."""
         places = {row[0]: (position, row[4]) for position, row in enumerate(waiting, 1)}
         rows: dict[str, Row] = {}
-        now, wall = self.gateway.scheduler.clock(), self.wall_clock()
-        left, expected = MOST_REQUESTS, self.gateway.scheduler.demand_model.expected_prompt_tokens
         async for in_flight in in_steps(list(self.gateway.registry)):
             id_ = in_flight.request.id
             if id_ in places or in_flight.attempt is not None or in_flight.sub_requests is not None:
-                estimate = expected(in_flight.request.lease_request)
-                row = _request_row(in_flight, places.get(id_), now, wall, estimate)
-                row["caller_name"] = self._name_of(row["caller"])
-                rows[id_] = row
-                left -= 1
-            if not left:
-                break
+                rows[id_] = self._request_row(in_flight, places.get(id_))
+                if len(rows) == MOST_REQUESTS:
+                    break
         return rows
 
-    # The rest.
-
-    def _name_of(self, caller: str | None) -> str | None:
-        ring = self.gateway.key_sync.key_ring
-        return None if caller is None else ring.name_of(caller)
+    def _request_row(
+        self, in_flight: InFlightRequest, place: tuple[int, float | None] | None
+    ) -> Row:
+        request, record, attempt = in_flight.request, in_flight.record, in_flight.attempt
+        asked, scheduler = request.lease_request, self.gateway.scheduler
+        now = scheduler.clock()
+        prompt, tokens = in_flight.tokens_so_far()
+        if place is not None:
+            state = "waiting"
+        elif record.ttft is None and (attempt is None or attempt.last_content_at is None):
+            state = "reading"
+        else:
+            state = "writing"
+        # The record has it once the client was sent it; a resumed one keeps its first.
+        seconds = 0.0 if record.ttft is None else now - request.received_at - record.ttft
+        return {
+            "id": request.id,
+            "request_id": request.x_request_id,
+            "path": request.path,
+            "class": asked.caller.priority.label,
+            "model": asked.wanted.model,
+            "caller": asked.caller.id,
+            "stream": request.stream,
+            "received_at": round(self.wall_clock() - now + request.received_at, 1),
+            "state": state,
+            "position": None if place is None else place[0],
+            "expected_start": None if place is None else place[1],
+            "node": record.node,
+            "attempts": record.attempts,
+            "queue_seconds": round(record.queue_seconds, 1),
+            "ttft": None if record.ttft is None else round(record.ttft, 2),
+            "prompt_tokens": prompt or scheduler.demand_model.expected_prompt_tokens(asked),
+            "tokens": tokens,
+            "tokens_per_second": _tps(tokens / seconds) if seconds > 0.2 and tokens else None,
+            "caller_name": self.gateway.key_sync.key_ring.name_of(asked.caller.id),
+        }
 
     def _summary(self, counts: _FleetCounts) -> dict[str, Any]:
         gateway = self.gateway
@@ -249,7 +269,8 @@ class LiveView:
         }
 
     def _condition(self, counts: _FleetCounts, queue: QueueCondition) -> FleetCondition:
-        gateway, edges = self.gateway, self.gateway.edges
+        gateway, edges, scheduler = self.gateway, self.gateway.edges, self.gateway.scheduler
+        spill = scheduler.tier_policy.view(gateway.clock())["spill"]
         return FleetCondition(
             nodes=counts.conditions,
             in_service=counts.in_service,
@@ -266,7 +287,7 @@ class LiveView:
             name_of=gateway.key_sync.key_ring.name_of,
             quotas=gateway.quotas.used,
             undefined_groups=gateway.undefined_groups(),
-            spill=self._spill(),
+            spill=spill if isinstance(spill, dict) and scheduler.fleet_sync.has_gpu_tier else None,
             inventory_error=gateway.config_files.inventory_error,
             settings_error=gateway.config_files.settings_error,
             keys_lost=gateway.key_sync.key_ring.lost,
@@ -280,16 +301,8 @@ class LiveView:
             cluster=None if gateway.cluster is None else gateway.cluster.sample(),
         )
 
-    def _spill(self) -> dict[str, Any] | None:
-        scheduler = self.gateway.scheduler
-        spill = scheduler.tier_policy.view(self.gateway.clock())["spill"]
-        has_gpu = scheduler.fleet_sync.has_gpu_tier
-        return spill if isinstance(spill, dict) and has_gpu else None
-
 
 class _FleetCounts:
-    """What the whole fleet amounts to."""
-
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self.states: Counter[str] = Counter()
@@ -300,7 +313,6 @@ class _FleetCounts:
         self.used_by_others: list[str] = []
 
     def add(self, node: Node) -> None:
-        """Count a node."""
         if node.state is NodeState.UNLOADED and node.load is not None and not node.load.failures:
             # Most of the models of a large fleet.
             self._count_models(node.indexed_models, usable=True)
@@ -392,49 +404,6 @@ def _fill(expected: float | None, elapsed: float) -> str:
     return str(min(MOST_FILL, 1 + int(MOST_FILL * elapsed / expected)))
 
 
-def _request_row(
-    in_flight: InFlightRequest,
-    place: tuple[int, float | None] | None,
-    now: float,
-    wall: float,
-    expected_prompt: int,
-) -> Row:
-    request, record, attempt = in_flight.request, in_flight.record, in_flight.attempt
-    lease_request = request.lease_request
-    prompt, tokens = in_flight.tokens_so_far()
-    if place is not None:
-        state = "waiting"
-    elif record.ttft is None and (attempt is None or attempt.last_content_at is None):
-        state = "reading"
-    else:
-        state = "writing"
-    # The record has it once the client was sent it; a resumed one keeps its first.
-    began = None if record.ttft is None else request.received_at + record.ttft
-    seconds = None if began is None else now - began
-    return {
-        "id": request.id,
-        "request_id": request.x_request_id,
-        "path": request.path,
-        "class": lease_request.caller.priority.label,
-        "model": lease_request.wanted.model,
-        "caller": lease_request.caller.id,
-        "stream": request.stream,
-        "received_at": round(wall - now + request.received_at, 1),
-        "state": state,
-        "position": None if place is None else place[0],
-        "expected_start": None if place is None else place[1],
-        "node": record.node,
-        "attempts": record.attempts,
-        "queue_seconds": round(record.queue_seconds, 1),
-        "ttft": None if record.ttft is None else round(record.ttft, 2),
-        "prompt_tokens": prompt or expected_prompt,
-        "tokens": tokens,
-        "tokens_per_second": _tps(tokens / seconds)
-        if seconds is not None and seconds > 0.2 and tokens
-        else None,
-    }
-
-
 def _tps(value: float | None) -> float | None:
     """Tokens a second, in as many digits as people read."""
     if value is None or not math.isfinite(value):
@@ -494,7 +463,12 @@ class LiveFeed:
                     gauges = await self.view.gauges()
                     point = history.close_step(self.view.wall_clock(), clock(), gauges)
                 if self.watchers:
-                    problems = await self._publish(point)
+                    state = await self.view.read(with_requests=self._operators > 0)
+                    before = None if self._frame is None else self._frame.state
+                    self._frame = await Frame.between(before, state, point, history.as_json)
+                    published, self._published = self._published, asyncio.Event()
+                    published.set()
+                    problems = state.problems
                 else:
                     self._frame = None
                     problems = await self.view.read_problems()
@@ -504,16 +478,6 @@ class LiveFeed:
         finally:
             self._closed = True
             self._published.set()
-
-    async def _publish(self, point: HistoryPoint | None) -> list[Problem]:
-        state = await self.view.read(with_requests=self._operators > 0)
-        before = None if self._frame is None else self._frame.state
-        self._frame = await Frame.between(before, state, point, self.view.history.as_json)
-        published, self._published = self._published, asyncio.Event()
-        published.set()
-        return state.problems
-
-    # Who watches.
 
     async def stream(self, request: Request) -> Response:
         """The events, for one watcher; with `once=1` a snapshot alone. Raises: GatewayError 429."""
@@ -687,7 +651,7 @@ class EventStream(StreamingResponse):
         self,
         events: AsyncGenerator[bytes, None],
         stall_seconds: float,
-        on_end: Callable[[], Awaitable[None]] | None = None,
+        on_end: Callable[[], Awaitable[None]],
     ) -> None:
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         super().__init__(events, headers=headers)
@@ -696,15 +660,12 @@ class EventStream(StreamingResponse):
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve the events; they end when the client leaves."""
         try:
             await super().__call__(scope, receive, send)
         finally:
-            if self._on_end is not None:
-                await self._on_end()
+            await self._on_end()
 
     async def stream_response(self, send: Send) -> None:
-        """Send each event as it comes."""
         head = {"status": self.status_code, "headers": self.raw_headers}
         await send({"type": "http.response.start", **head})
         body = {"type": "http.response.body"}

@@ -25,13 +25,12 @@ from gateway.admin.reports import AUDIT_ACTION_KEY, AUDIT_TARGET_KEY
 from gateway.callers.windows import time_text
 from gateway.config.scheduling import CATCH_ALL
 from gateway.errors import GatewayError, suggestion, truncate_echo
-from gateway.forward.in_flight import InFlightRegistry, InFlightRequest
+from gateway.forward.in_flight import InFlightRegistry
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.model_index import MOST_NAMES, MOST_VALUES, ModelDifference
 from gateway.nodes.node import Node
 from gateway.nodes.prompt_cache import PrefixHits
 from gateway.request.preparation import ModelAliases
-from gateway.schedule.admission import Waiter
 from gateway.schedule.candidates import FleetSync
 from gateway.schedule.core.requests import NodeSlots
 from gateway.schedule.model_placer import PINNED_BY, ModelPlacer, model_key, order_refused
@@ -65,8 +64,7 @@ class DrainDeadlines:
 
     def cancel(self, name: str) -> None:
         """Remove the node's deadline: its requests may end by themselves."""
-        timer = self._timers.pop(name, None)
-        if timer is not None:
+        if timer := self._timers.pop(name, None):
             timer.cancel()
 
     def seconds_left(self, name: str) -> float | None:
@@ -75,17 +73,20 @@ class DrainDeadlines:
         return None if timer is None else max(0.0, timer.when() - now)
 
     def close(self) -> None:
-        """Remove all deadlines."""
         for name in list(self._timers):
             self.cancel(name)
 
     def _on_deadline(self, name: str) -> None:
         self._timers.pop(name, None)
-        left = [in_flight for in_flight in self.registry if is_running_on(in_flight, name)]
-        for in_flight in left:
-            in_flight.evict(node_drained(name))
+        left = 0
+        for one in [*self.registry]:
+            if one.attempt is not None and not one.attempt.complete:
+                own = one.attempt.lease.node.name
+                if name in {own, own.partition("/")[0]}:  # There, or on a model of that router.
+                    one.evict(node_drained(name))
+                    left += 1
         if left:
-            log.warning("drain deadline", node=name, requests=len(left))
+            log.warning("drain deadline", node=name, requests=left)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,6 @@ class NodeEndpoints:
         return await json_of_rows("nodes", [*self.fleet.nodes.values()], self._object)
 
     async def show(self, request: Request) -> Response:
-        """One node."""
         return JsonResponse(self._object(self._find(request)))
 
     async def history(self, request: Request) -> Response:
@@ -140,7 +140,6 @@ class NodeEndpoints:
         return JsonResponse(self._object(node))
 
     async def resume(self, request: Request) -> Response:
-        """End a drain."""
         node = self._find(request)
         self.drain_deadlines.cancel(node.name)
         self.fleet.drain(node.name, draining=False)
@@ -356,15 +355,6 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 2)
 
 
-def is_running_on(in_flight: InFlightRequest, name: str) -> bool:
-    """Whether the request runs on the node of this name, or on a model of that router."""
-    attempt = in_flight.attempt
-    if attempt is None or attempt.complete:
-        return False
-    own = attempt.lease.node.name
-    return name in {own, own.partition("/")[0]}
-
-
 def node_drained(name: str) -> GatewayError:
     """503: worth a retry, as another node gets it then."""
     return GatewayError(
@@ -386,55 +376,42 @@ class ModelEndpoints:
 
     async def list(self, _: Request) -> Response:
         """Every public name: those that nodes serve, aliases, and paused ones."""
-        view = self._view()
+        view = _ModelsView(self.gateway)
         return await json_of_rows("models", [*view.names], view.object)
 
     async def pause(self, request: Request) -> Response:
         """Take no new requests for this name. What runs ends by itself, what waits is refused."""
-        name = self._find(request)
-        if name not in self.gateway.fleet.model_index.paused_by_name:
-            if len(self.gateway.fleet.model_index.paused_by_name) >= MOST_PAUSED:
+        name, fleet = self._find(request), self.gateway.fleet
+        if name not in fleet.model_index.paused_by_name:
+            if len(fleet.model_index.paused_by_name) >= MOST_PAUSED:
                 raise errors.invalid_request(
                     f"{MOST_PAUSED} models are paused already: resume one first.", "name"
                 )
-            self.gateway.fleet.pause_model(name, paused=True)
-            refused = self._refuse_waiting()
-            await self.gateway.fleet.save_orders()
+            fleet.pause_model(name, paused=True)
+            # Those that wait for a paused model and have not been at a node.
+            refused, paused = 0, fleet.model_index.paused
+            for one in [one.request for one in self.gateway.scheduler.waiters]:
+                model, others = one.wanted.model, one.wanted.model_names
+                if model in paused or paused.issuperset(others):
+                    refused += self.gateway.scheduler.shed(one.id, errors.model_paused(model))
+            await fleet.save_orders()
             log.warning("model paused", model=name, refused=refused)
-        return JsonResponse(self._view().object(name))
+        return JsonResponse(_ModelsView(self.gateway).object(name))
 
     async def resume(self, request: Request) -> Response:
-        """End a pause."""
         name = self._find(request)
         if name in self.gateway.fleet.model_index.paused_by_name:
             self.gateway.fleet.pause_model(name, paused=False)
             await self.gateway.fleet.save_orders()
             log.info("model resumed", model=name)
-        return JsonResponse(self._view().object(name))
-
-    def _view(self) -> _ModelsView:
-        return _ModelsView(self.gateway)
+        return JsonResponse(_ModelsView(self.gateway).object(name))
 
     def _find(self, request: Request) -> str:
         name: str = request.path_params["name"]
-        known = self._view().names
+        known = _ModelsView(self.gateway).names
         if name in known:
             return name
         raise not_found("model", name, known)
-
-    def _refuse_waiting(self) -> int:
-        """Refuse those that wait for a paused model and have not been at a node; how many."""
-        scheduler, paused = self.gateway.scheduler, self.gateway.fleet.model_index.paused
-        waiting = [one for one in scheduler.waiters if _is_paused(one, paused)]
-        return sum(
-            scheduler.shed(one.request.id, errors.model_paused(one.request.wanted.model))
-            for one in waiting
-        )
-
-
-def _is_paused(waiter: Waiter, paused: frozenset[str]) -> bool:
-    request = waiter.request
-    return request.wanted.model in paused or paused.issuperset(request.wanted.model_names)
 
 
 class ServedModelObject(msgspec.Struct, kw_only=True):
@@ -451,8 +428,6 @@ class ServedModelObject(msgspec.Struct, kw_only=True):
 
 
 class _ModelsView:
-    """The models as they are now."""
-
     def __init__(self, gateway: GatewayControl) -> None:
         self._index, models = gateway.fleet.model_index, gateway.settings.models
         self._aliases = ModelAliases(models, self._index)

@@ -43,8 +43,8 @@ MOST_BODY_BYTES = 256 * 1024  # most bytes of a chat
 # Seconds between two events that say how far a request is that waits; what fails within the first
 # of them gets an error response instead of an event.
 PROGRESS_SECONDS = 1.0
-CHAT_STALL_SECONDS = 60.0  # seconds after which a page that reads nothing is cut off
 HEADERS: Headers = [(b"content-type", b"application/json")]  # the header fields that nodes get
+CHAT_STALL_SECONDS = 60.0  # seconds after which a page that reads nothing is cut off
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +119,6 @@ class _Chat:
             raise
         return self._events()
 
-    # The events.
-
     async def _events(self) -> AsyncGenerator[bytes, None]:
         record = self._record
         try:
@@ -153,10 +151,8 @@ class _Chat:
             where = {"position": place.position, "expected_start": place.expected_seconds}
             return encode_event("waiting", {"seconds": waited, **where})
         status = self._in_flight.prefill_status(self._handler.clock())
-        shown: dict[str, Any] = {"node": self._record.node, "percent": None}
-        if status is not None:
-            shown["percent"] = status.percent
-        return encode_event("reading", shown)
+        percent = None if status is None else status.percent
+        return encode_event("reading", {"node": self._record.node, "percent": percent})
 
     def _route(self) -> dict[str, Any]:
         record = self._record
@@ -186,8 +182,6 @@ class _Chat:
             "tokens_per_second": round(tokens / writing, 2) if tokens and writing > 0 else None,
             "cost": record.cost,
         }
-
-    # The end.
 
     def _fail(self, error: GatewayError) -> None:
         self._record.fail(error.status, error.code)

@@ -43,7 +43,6 @@ class UsageEndpoints:
     name_of: Callable[[str], str | None]  # the name of the key with this id
 
     async def report(self, request: Request) -> Response:
-        """A report, as JSON or CSV."""
         given = query_parameters(request, PARAMETERS)
         form = given.pop("format", "json")
         if form not in {"json", "csv"}:

@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
 
 import msgspec
@@ -24,7 +24,6 @@ from starlette.responses import Response
 from gateway.admin.configuration import ClusterMember, GatewayControl
 from gateway.admin.nodes import differences_json
 from gateway.callers.ledger import Ledger
-from gateway.callers.limits import UsedQuota
 from gateway.callers.windows import time_text
 from gateway.config.settings import Settings
 from gateway.edges.supervisor import Edges
@@ -61,7 +60,6 @@ class StatusEndpoints:
     health: HealthEndpoints
 
     async def status(self, _: Request) -> Response:
-        """The gateway on one page."""
         gateway, fleet = self.gateway, self.gateway.fleet
         files, keys = gateway.config_files, gateway.key_sync
         states, slots, busy = Counter[str](), 0, 0
@@ -70,11 +68,10 @@ class StatusEndpoints:
             slots += node.slots_now
             busy += node.slots_busy
         uptime = gateway.clock() - gateway.started_at
-        started = datetime.now(UTC) - timedelta(seconds=uptime)
         return JsonResponse(
             StatusObject(
                 **whole_figures(gateway, self.health),
-                started_at=time_text(started.timestamp()),
+                started_at=time_text(time.time() - uptime),
                 uptime=round(uptime, 3),
                 waiting=self._waiting(),
                 totals=totals_json(self.metrics),
@@ -186,7 +183,7 @@ def whole_figures(gateway: GatewayControl, health: HealthEndpoints) -> dict[str,
 
 def days_until(seconds: float) -> float:
     """Days until this time, in seconds since 1970; negative if it has passed."""
-    return (seconds - datetime.now(UTC).timestamp()) / 86400
+    return (seconds - time.time()) / 86400
 
 
 def days_left(gateway: GatewayControl) -> dict[str, float]:
@@ -295,12 +292,6 @@ def _node_sample(node: Node, fleet: Fleet) -> NodeSample:
     )
 
 
-def quota_labels(quota: UsedQuota) -> tuple[str, str, str, str, str]:
-    """Whose limit it is, which one, and whether it is spent."""
-    one, state = quota.standing, "spent" if quota.spent else "near"
-    return one.kind, quota.id, one.limit, one.period or "", state
-
-
 @dataclass(frozen=True, slots=True)
 class MetricsSource:
     """Reads the state of the gateway for `Metrics`, at each scrape.
@@ -319,7 +310,6 @@ class MetricsSource:
         return (_node_sample(node, fleet) for node in list(fleet.nodes.values()))
 
     def add_to(self, page: MetricsPage) -> None:
-        """Add the families of the state as it is now."""
         gateway, scheduler = self.gateway, self.gateway.scheduler
         accuracy, now = scheduler.accuracy, scheduler.clock()
         ratios = {"first_token": accuracy.first_token, "completion": accuracy.completion}
@@ -335,7 +325,11 @@ class MetricsSource:
         page.number("in_flight", len(gateway.registry))
         paused = dict.fromkeys(sorted(gateway.fleet.model_index.paused_by_name), 1)
         page.counts("model_paused", paused, "model")
-        quotas = {quota_labels(one): round(one.share, 4) for one in gateway.quotas.used}
+        quotas = {}
+        for one in gateway.quotas.used:
+            limit, state = one.standing, "spent" if one.spent else "near"
+            key = (limit.kind, one.id, limit.limit, limit.period or "", state)
+            quotas[key] = round(one.share, 4)
         page.counts("quota_used_ratio", quotas, "of", "id", "limit", "period", "state")
         page.number("inventory_error", int(gateway.config_files.inventory_error is not None))
         page.number("retry_budget", self.retries_left())
@@ -370,13 +364,10 @@ def _add_edges(page: MetricsPage, edges: Edges) -> None:
     page.number("edges_configured", edges.brain.edges)
     page.number("edges_died_total", edges.died)
     page.number("edge_late_leases_total", edges.brain.late_leases)
-    for name, values in (
-        ("edge_streams", {one.name: one.streams for one in running}),
-        ("edge_connections", {one.name: one.connections for one in running}),
-        ("edge_cpu_seconds_total", {one.name: one.cpu_seconds for one in running}),
-        ("edge_memory_bytes", {one.name: one.memory_bytes for one in running}),
-    ):
-        page.counts(name, values, "edge")
+    page.counts("edge_streams", {one.name: one.streams for one in running}, "edge")
+    page.counts("edge_connections", {one.name: one.connections for one in running}, "edge")
+    page.counts("edge_cpu_seconds_total", {one.name: one.cpu_seconds for one in running}, "edge")
+    page.counts("edge_memory_bytes", {one.name: one.memory_bytes for one in running}, "edge")
 
 
 def _add_cluster(page: MetricsPage, cluster: ClusterSample) -> None:
@@ -417,33 +408,27 @@ class NodeMetricsEndpoint:
             )
         async with self._asking:
             if self.clock() - self._made_at >= FRESH_SECONDS:
-                self._text = await self._page()
+                nodes = [one for one in self.fleet.nodes.values() if one.spec.kind == "llama.cpp"]
+                found = await self._ask(nodes)
+                page = MetricsPage("")
+                page.family(
+                    f"{METRIC_PREFIX}node_metrics_up",
+                    ((labels(node=node.name), int(node.name in found)) for node in nodes),
+                    help_text="1 for nodes that have shown their metrics.",
+                )
+                add_node_metrics(page, found)
+                text = bytearray()
+                for step in page.steps():
+                    text += step.encode()
+                    await asyncio.sleep(0)
+                self._text = bytes(text)
                 self._made_at = self.clock()
         return Response(self._text, headers={"content-type": CONTENT_TYPE})
 
-    async def _page(self) -> bytes:
-        nodes = [node for node in self.fleet.nodes.values() if node.spec.kind == "llama.cpp"]
-        found = await self._ask(nodes)
-        page = MetricsPage("")
-        page.family(
-            f"{METRIC_PREFIX}node_metrics_up",
-            ((labels(node=node.name), int(node.name in found)) for node in nodes),
-            help_text="1 for nodes that have shown their metrics.",
-        )
-        add_node_metrics(page, found)
-        text = bytearray()
-        for step in page.steps():
-            text += step.encode()
-            await asyncio.sleep(0)
-        return bytes(text)
-
     async def _ask(self, nodes: list[Node]) -> dict[str, NodeFamilies]:
         """What the nodes say, in their order; those that do not answer in time are missing."""
-        asked = [
-            node
-            for node in nodes
-            if node.in_service and node.probe_history.up and not node.probe_history.silent
-        ]
+        up = [one for one in nodes if one.in_service and one.probe_history.up]
+        asked = [node for node in up if not node.probe_history.silent]
         tasks: dict[str, asyncio.Task[NodeFamilies | None]] = {}
         try:
             async with asyncio.timeout(WHOLE_SECONDS):
@@ -460,11 +445,8 @@ class NodeMetricsEndpoint:
             for task in tasks.values():
                 task.cancel()
             results = await asyncio.gather(*tasks.values(), return_exceptions=True)
-        return {
-            name: result
-            for name, result in zip(tasks, results, strict=True)
-            if isinstance(result, dict)
-        }
+        pairs = zip(tasks, results, strict=True)
+        return {name: told for name, told in pairs if isinstance(told, dict)}
 
 
 async def _read(node: Node) -> NodeFamilies | None:

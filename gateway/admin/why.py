@@ -32,7 +32,7 @@ from gateway.lease import QueuePosition
 from gateway.nodes.node import Node
 from gateway.schedule.admission import Waiter
 from gateway.schedule.candidates import FAILURE_PENALTY, SAME_HOST_PENALTY, TRIAL_BONUS
-from gateway.schedule.core.requests import MOST_COMPARED_ROWS, Comparison, Deferral, RowFigures
+from gateway.schedule.core.requests import MOST_COMPARED_ROWS, Comparison, RowFigures
 from gateway.schedule.core.selection import cost_of_figures, uncached_tokens
 from gateway.schedule.core.wait_queue import prospects
 from gateway.schedule.decision_log import MOST_GRANTS, Decision, Grant, Queueing, RememberedRequest
@@ -57,19 +57,33 @@ class RequestEndpoints:
     async def show(self, _: Request) -> Response:
         """All requests, queued and running, the oldest first."""
         queued = {place.request_id: place for place in self.scheduler.queue_positions()}
-        now = self.scheduler.clock()
-        expected = self.scheduler.demand_model.expected_prompt_tokens
-        requests = [
-            request_object(
-                in_flight,
-                queued.get(in_flight.request.id),
-                now,
-                expected(in_flight.request.lease_request),
-                self.name_of(in_flight.request.lease_request.caller.id),
-            )
-            for in_flight in self.registry
-        ]
+        requests = [self._object(one, queued.get(one.request.id)) for one in self.registry]
         return JsonResponse({"requests": requests})
+
+    def _object(self, in_flight: InFlightRequest, place: QueuePosition | None) -> RequestObject:
+        """The request as it is now; `place` in the queue is None if it runs."""
+        request, record = in_flight.request, in_flight.record
+        asked, scheduler = request.lease_request, self.scheduler
+        queued = record.queue_seconds + (0.0 if place is None else place.waited_seconds)
+        return RequestObject(
+            id=request.id,
+            request_id=request.x_request_id,
+            path=request.path,
+            class_=asked.caller.priority.label,
+            model=asked.wanted.model,
+            caller=asked.caller.id,
+            caller_name=self.name_of(asked.caller.id),
+            state="running" if place is None else "waiting",
+            position=None if place is None else place.position,
+            expected_start=None if place is None else _if_known(place.expected_seconds),
+            node=record.node,
+            attempts=record.attempts,
+            slots=asked.size.slots,
+            stream=request.stream,
+            seconds=round(scheduler.clock() - request.received_at, 3),
+            queue_seconds=round(queued, 3),
+            prompt_tokens_estimate=scheduler.demand_model.expected_prompt_tokens(asked),
+        )
 
     async def cancel(self, request: Request) -> Response:
         """Cancel a request by its id, or by its `X-Request-ID` if no other request has the same."""
@@ -89,13 +103,12 @@ class RequestEndpoints:
         return JsonResponse({"id": request_id, "request_id": x_request_id, "cancelled": True})
 
     async def why(self, request: Request) -> Response:
-        """Why requests of this id, or with this `X-Request-ID`, went where they went."""
         name = request.path_params["id"]
         log = self.scheduler.decision_log
         found = self._matches(name)
-        remembered = log.find(one.id for one in found)
+        remembered = log.find(found)
         since = self._time(log.reaches_back_to())
-        explained = [self._explained(one, remembered[one.id]) for one in found]
+        explained = [self._explained(id_, *of, remembered[id_]) for id_, of in found.items()]
         if not found:
             explained, unread = await self._recorded(name)
             if not explained:
@@ -121,52 +134,55 @@ class RequestEndpoints:
         except StoreError as error:
             return [], f", and the store can't be read: {error}"
 
-    def _matches(self, name: str) -> list[_Found]:
+    def _matches(self, name: str) -> dict[str, tuple[RequestRecord | None, float | None]]:
         """The one of this own id, then the newest first: those in flight, those that have ended.
 
-        A client may send the gateway's own id of another request as its `X-Request-ID`.
+        By id: the record (None: only the scheduler remembers it), and the end (None: it waits or
+        runs). A client may send the gateway's own id of another request as its `X-Request-ID`.
         """
-        matches: dict[str, _Found] = {}
+        matches: dict[str, tuple[RequestRecord | None, float | None]] = {}
         for in_flight in reversed([*self.registry]):
             request = in_flight.request
             if name in {request.id, request.x_request_id}:
-                matches[request.id] = _Found(request.id, in_flight.record, None)
+                matches[request.id] = in_flight.record, None
         for record in self.history.find(name):
-            id_ = record.request_id
-            matches.setdefault(id_, _Found(id_, record, record.ended_at))
+            matches.setdefault(record.request_id, (record, record.ended_at))
         if not matches and (known := self.scheduler.decision_log.find([name])[name].decisions):
             last = known[-1]
-            ended_at = last.ended_at if isinstance(last, Grant) else last.at
-            matches[name] = _Found(name, None, ended_at)
-        newest = sorted(
-            matches.values(), key=lambda one: (one.id != name, -(one.ended_at or math.inf))
-        )
-        return newest[:MOST_MATCHES]
+            matches[name] = None, last.ended_at if isinstance(last, Grant) else last.at
+        newest = sorted(matches.items(), key=lambda one: (one[0] != name, -(one[1][1] or math.inf)))
+        return dict(newest[:MOST_MATCHES])
 
-    def _explained(self, found: _Found, remembered: RememberedRequest) -> ExplainedRequest:
-        now, record = self.scheduler.clock(), found.record
-        decisions = remembered.decisions
-        waiter = self.scheduler.waiters.by_request_id(found.id)
-        ended_at = now if found.ended_at is None else found.ended_at
+    def _explained(
+        self,
+        id_: str,
+        record: RequestRecord | None,
+        ended_at: float | None,
+        remembered: RememberedRequest,
+    ) -> ExplainedRequest:
+        now, decisions = self.scheduler.clock(), remembered.decisions
+        waiter = self.scheduler.waiters.by_request_id(id_)
         received_at = decisions[0].received_at if decisions else None
-        if record is not None and found.ended_at is not None:
-            received_at = found.ended_at - record.duration_seconds
+        state, outcome = "running" if ended_at is None else "finished", None
+        if record is not None and ended_at is not None:
+            received_at = ended_at - record.duration_seconds
+            state = _state_of(record.status, record.attempts)
+            seconds = record.queue_seconds, record.ttft, record.duration_seconds
+            outcome = _outcome(record, record.reason, seconds)
         explained = ExplainedRequest(
-            id=found.id,
-            request_id=found.id if record is None else record.x_request_id,
-            state=_state(found, waiter),
+            id=id_,
+            request_id=id_ if record is None else record.x_request_id,
+            state=state if waiter is None else "waiting",
             path=None if record is None else record.path,
             class_=None if record is None else record.priority.label,
             model=None if record is None else record.model,
             caller=None if record is None else record.caller,
             caller_name=None if record is None else self.name_of(record.caller),
             received_at=None if received_at is None else self._time(received_at),
-            seconds=None if received_at is None else round(ended_at - received_at, 3),
-            outcome=None
-            if record is None or found.ended_at is None
-            else _outcome(
-                record, record.reason, (record.queue_seconds, record.ttft, record.duration_seconds)
-            ),
+            seconds=None
+            if received_at is None
+            else round((now if ended_at is None else ended_at) - received_at, 3),
+            outcome=outcome,
             waiting=None if waiter is None else self._waiting(waiter, now),
             decisions=[*self._decisions(decisions, now)],
             parts=sorted(remembered.parts)[:MOST_PARTS],
@@ -260,6 +276,60 @@ class RequestEndpoints:
             ],
         }
 
+    async def timeline(self, request: Request) -> Response:
+        """Attempts that run and that have ended lately; callers are named for operators alone."""
+        after = number_parameter(request, "after", 0.0, math.inf, "a Unix time")
+        shows_callers = identity_of(request).role >= AdminRole.OPERATOR
+        return JsonResponse(self.read_timeline(after or 0.0, shows_callers=shows_callers))
+
+    def read_timeline(self, after: float, *, shows_callers: bool) -> TimelineObject:
+        """What runs, and what has ended after this Unix time and within the last ten minutes."""
+        scheduler, at = self.scheduler, self.wall_clock()
+        log, shift = scheduler.decision_log, at - scheduler.clock()
+        earliest = max(after, at - TIMELINE_SECONDS) - shift
+        # Those that run, and those that have ended since, each with its node.
+        running = [one for one in scheduler.records.values() if one.grant.ended_at is None]
+        attempts: list[tuple[Grant, str | None]] = [(one.grant, one.node.name) for one in running]
+        ended = [one for one in log.grants if one.ended_at is not None and one.ended_at > earliest]
+        attempts += [(one, one.ran_on) for one in ended]
+        # A router's slots are those of its models.
+        slots = {
+            node.name: node.slots_now
+            for node in scheduler.fleet.nodes.values()
+            if not node.is_router and node.slots_now
+        }
+        lanes = sample_of(slots)
+
+        def unix(seconds: float | None) -> float | None:
+            return None if seconds is None else round(seconds + shift, 2)
+
+        spans = [
+            SlotSpan(
+                request=grant.request_id,
+                lease=grant.lease_id,
+                node=node,
+                slots=grant.slots,
+                caller=grant.caller if shows_callers else None,
+                caller_name=self.name_of(grant.caller) if shows_callers else None,
+                model=grant.model,
+                begin=round(grant.at + shift, 2),
+                writes=unix(grant.first_content_at),
+                end=unix(grant.ended_at),
+                outcome=grant.outcome,
+                resumes=grant.resumes,
+            )
+            for grant, node in attempts
+            if node is not None and node in lanes and grant.slots
+        ]
+        return TimelineObject(
+            round(at, 2),
+            round(max(log.reaches_back_to() + shift, at - TIMELINE_SECONDS), 2),
+            sum(slots.values()),
+            lanes,
+            list(SlotSpan._fields),
+            spans,
+        )
+
     def _time(self, at: float) -> str:
         """A monotonic time as people and programs read it."""
         seconds = self.wall_clock() - (self.scheduler.clock() - at)
@@ -288,38 +358,6 @@ class RequestObject(msgspec.Struct, kw_only=True, rename={"class_": "class"}):
     prompt_tokens_estimate: Annotated[int, "tokens of its prompt"]
 
 
-def request_object(
-    in_flight: InFlightRequest,
-    place: QueuePosition | None,
-    now: float,
-    prompt_tokens: int,
-    caller_name: str | None,
-) -> RequestObject:
-    """The request as it is now; `place` in the queue is None if it runs."""
-    request, record = in_flight.request, in_flight.record
-    lease_request = request.lease_request
-    queued = record.queue_seconds + (0.0 if place is None else place.waited_seconds)
-    return RequestObject(
-        id=request.id,
-        request_id=request.x_request_id,
-        path=request.path,
-        class_=lease_request.caller.priority.label,
-        model=lease_request.wanted.model,
-        caller=lease_request.caller.id,
-        caller_name=caller_name,
-        state="running" if place is None else "waiting",
-        position=None if place is None else place.position,
-        expected_start=None if place is None else _if_known(place.expected_seconds),
-        node=record.node,
-        attempts=record.attempts,
-        slots=lease_request.size.slots,
-        stream=request.stream,
-        seconds=round(now - request.received_at, 3),
-        queue_seconds=round(queued, 3),
-        prompt_tokens_estimate=prompt_tokens,
-    )
-
-
 def cancelled_by_operator() -> GatewayError:
     """503: an operator has cancelled the request; clients should not retry by themselves."""
     return GatewayError(
@@ -336,15 +374,6 @@ MOST_DECISIONS = 50  # decisions about one request that are told, the newest
 LONGEST_UNLOAD = 60.0  # seconds before a load in which others were unloaded for it
 MOST_PARTS = 100  # parts of a request of several prompts that are named
 Json = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A request of the id that was asked for."""
-
-    id: str
-    record: RequestRecord | None  # None: only the scheduler remembers it
-    ended_at: float | None  # None: it waits or runs
 
 
 class WhyObject(msgspec.Struct, kw_only=True):
@@ -523,15 +552,6 @@ def _explained_row(row: EndedRow) -> ExplainedRequest:
     )
 
 
-def _state(found: _Found, waiter: Waiter | None) -> str:
-    if waiter is not None:
-        return "waiting"
-    if found.ended_at is None:
-        return "running"
-    record = found.record
-    return "finished" if record is None else _state_of(record.status, record.attempts)
-
-
 def _state_of(status: int, attempts: int) -> str:
     """How a request ended."""
     if status == CLIENT_CLOSED_STATUS:
@@ -565,20 +585,24 @@ def _outcome(
 def _told_queueing(
     queueing: Queueing, at: str, seconds: float, later: float, load: Json | None
 ) -> ToldQueueing:
-    told = ToldQueueing(
+    waited, predicted = round(later - queueing.at, 3), _if_known(queueing.predicted_wait)
+    text = "No node had room for it: it was queued"
+    if queueing.ahead is not None:
+        text += f" behind {queueing.ahead} of its class or above"
+    text += "" if predicted is None else f", with {_seconds(predicted)} to wait as predicted"
+    return ToldQueueing(
         kind="queued",
         at=at,
         seconds=seconds,
+        summary=f"{text}; it waited {_seconds(waited)}.",
         class_=queueing.priority.label,
         ahead=queueing.ahead,
         waiting=queueing.waiting,
-        predicted_wait=_if_known(queueing.predicted_wait),
+        predicted_wait=predicted,
         may_wait=round(queueing.expires_at - queueing.at, 3),
-        waited=round(later - queueing.at, 3),
+        waited=waited,
         load=load,
     )
-    told.summary = _of_queueing(told)
-    return told
 
 
 def _told_grant(grant: Grant, at: str, seconds: float, attempt: int, now: float) -> ToldGrant:
@@ -603,7 +627,15 @@ def _told_grant(grant: Grant, at: str, seconds: float, attempt: int, now: float)
         yielded=grant.times_yielded,
         failed_nodes=[] if tried is None else sorted(tried.failed_nodes),
         excluded_nodes=[] if tried is None else sorted(tried.excluded_nodes),
-        deferral=None if deferral is None else _deferral_json(deferral),
+        deferral=None
+        if deferral is None
+        else {
+            "node": deferral.node,
+            "wait": round(deferral.wait_seconds, 3),
+            "expected_seconds": round(deferral.cost_there, 3),
+            "expected_seconds_at_once": round(deferral.cost_at_once, 3),
+            "cached_tokens": round(deferral.cached),
+        },
         by_cost=comparison is None or comparison.by_cost,
         nodes=sorted(compared, key=lambda one: (one.expected_seconds, not one.chosen)),
         not_listed=_not_listed(grant),
@@ -648,18 +680,7 @@ def _load_json(node: Node | None, now: float) -> Json | None:
     }
 
 
-def _deferral_json(deferral: Deferral) -> Json:
-    return {
-        "node": deferral.node,
-        "wait": round(deferral.wait_seconds, 3),
-        "expected_seconds": round(deferral.cost_there, 3),
-        "expected_seconds_at_once": round(deferral.cost_at_once, 3),
-        "cached_tokens": round(deferral.cached),
-    }
-
-
 def _not_listed(grant: Grant) -> Json:
-    """Nodes that are not listed, by the reason."""
     comparison, out = grant.comparison, grant.out or {}
     if comparison is None:
         return {}
@@ -758,34 +779,32 @@ def _seconds(value: float) -> str:
 
 
 def _of_request(request: ExplainedRequest) -> str:
-    """The whole story in one or two sentences."""
     decisions, waiting, outcome = request.decisions, request.waiting, request.outcome
     grants = [one for one in decisions if isinstance(one, ToldGrant)]
     if waiting is not None:
         return _of_waiting(waiting)
-    parts = []
     if grants:
         queued = [one for one in decisions if isinstance(one, ToldQueueing)]
-        parts += [_of_load(one.load) for one in queued if one.load is not None]
-        parts.append(grants[-1].summary)
-        if len(grants) > 1:
-            parts.insert(0, f"{len(grants)} attempts; about the last:")
-    elif decisions:
-        parts.append(decisions[-1].summary)
-    elif request.parts:
-        parts.append(
-            "It has several prompts, which ran as requests of their own: ask for one of the parts."
-        )
-    elif outcome is not None and outcome["reason"]:
-        parts.append(
-            f"It was refused before it came to the scheduler: {outcome['status']} "
-            f"{outcome['reason']}."
-        )
-    elif request.state == "running":
-        parts.append("It runs, and the decision about it is no longer remembered.")
-    else:
-        parts.append("The decision about it is no longer remembered.")
-    return " ".join(parts)
+        loads = []
+        for load in [one.load for one in queued if one.load is not None]:
+            text = f"It waited {_seconds(load['waited'])} for the load of {load['node']}"
+            text += f", which took {_seconds(load['seconds'])}"
+            if load["unloaded"]:
+                text += f", and for which {', '.join(load['unloaded'])} had to be unloaded"
+            loads.append(f"{text}.")
+        several = [f"{len(grants)} attempts; about the last:"] if len(grants) > 1 else []
+        return " ".join([*several, *loads, grants[-1].summary])
+    if decisions:
+        return decisions[-1].summary
+    if request.parts:
+        ran = "which ran as requests of their own: ask for one of the parts"
+        return f"It has several prompts, {ran}."
+    if outcome is not None and outcome["reason"]:
+        why = f"{outcome['status']} {outcome['reason']}"
+        return f"It was refused before it came to the scheduler: {why}."
+    if request.state == "running":
+        return "It runs, and the decision about it is no longer remembered."
+    return "The decision about it is no longer remembered."
 
 
 def _of_row(row: EndedRow) -> str:
@@ -819,7 +838,6 @@ def _of_row(row: EndedRow) -> str:
 
 
 def _of_waiting(waiting: Json) -> str:
-    """Why a request waits."""
     place = f"place {waiting['position']} of the queue" if waiting["position"] else "the queue"
     start = waiting["expected_start"]
     when = (
@@ -853,31 +871,13 @@ def _of_waiting(waiting: Json) -> str:
     return f"{why}. {place[:1].upper()}{place[1:]}; {when}."
 
 
-def _of_queueing(queueing: ToldQueueing) -> str:
-    text = "No node had room for it: it was queued"
-    if queueing.ahead is not None:
-        text += f" behind {queueing.ahead} of its class or above"
-    predicted = queueing.predicted_wait
-    text += "" if predicted is None else f", with {_seconds(predicted)} to wait as predicted"
-    return f"{text}; it waited {_seconds(queueing.waited)}."
-
-
-def _of_load(load: Json) -> str:
-    text = f"It waited {_seconds(load['waited'])} for the load of {load['node']}"
-    text += f", which took {_seconds(load['seconds'])}"
-    if load["unloaded"]:
-        text += f", and for which {', '.join(load['unloaded'])} had to be unloaded"
-    return f"{text}."
-
-
 def _of_grant(grant: ToldGrant) -> str:
-    chosen, nodes = grant.node, grant.nodes
-    text = _why_chosen(chosen, nodes, grant)
+    nodes, actual, text = grant.nodes, grant.actual, _why_chosen(grant)
     if grant.failed_nodes:
         text = f"After {', '.join(grant.failed_nodes)} had failed it, {text}"
     if grant.resumes:
         text += " It goes on there with the response that another node had begun."
-    if grant.deferral is not None and grant.deferral["node"] == chosen:
+    if grant.deferral is not None and grant.deferral["node"] == grant.node:
         text += (
             " It waited for this node though another was free, since "
             f"{grant.deferral['cached_tokens']} tokens of its prompt are cached here."
@@ -886,10 +886,17 @@ def _of_grant(grant: ToldGrant) -> str:
         text += f" It left its class's tier, since {_FALLBACKS[grant.fallback]}."
     if any(one.chosen and not one.measured for one in nodes):
         text += " The node's speed was not measured yet: the figures are guesses."
-    return f"{text} {_came_of(grant)}"
+    outcome, seconds = actual["outcome"], _seconds(actual["seconds"])
+    if outcome is None:
+        return f"{text} It runs there for {seconds} now."
+    text += f" It {_OUTCOMES.get(outcome, f'failed ({outcome})')} after {seconds}"
+    if outcome == "ok":
+        text += f" ({_seconds(grant.predicted['seconds'])} predicted)"
+    return f"{text}."
 
 
-def _why_chosen(chosen: str | None, nodes: list[ComparedNode], grant: ToldGrant) -> str:
+def _why_chosen(grant: ToldGrant) -> str:
+    chosen, nodes = grant.node, grant.nodes
     if len(nodes) < 2:
         others = sum(
             count for reason, count in grant.not_listed.items() if reason != "not_candidates"
@@ -921,49 +928,23 @@ def _main_reason(mine: ComparedNode, other: ComparedNode) -> str | None:
     term = max(gains, key=lambda name: gains[name])
     if gains[term] <= LEAST_DIFFERENCE * mine.expected_seconds:
         return None
-    return _REASONS[term](mine, other)
-
-
-def _of_reading(mine: ComparedNode, other: ComparedNode) -> str:
-    if mine.cached_tokens > other.cached_tokens:
-        return f"it had {mine.cached_tokens} tokens of the prompt cached"
-    return (
-        f"it reads prompts faster ({mine.prefill_tps:.0f} tokens/s against {other.prefill_tps:.0f})"
-    )
-
-
-def _of_doubt(mine: ComparedNode, other: ComparedNode) -> str:
+    match term:
+        case "queue":
+            return f"{other.name} had other prompts to read for {_seconds(other.terms['queue'])}"
+        case "reading" if mine.cached_tokens > other.cached_tokens:
+            return f"it had {mine.cached_tokens} tokens of the prompt cached"
+        case "reading":
+            speeds = f"{mine.prefill_tps:.0f} tokens/s against {other.prefill_tps:.0f}"
+            return f"it reads prompts faster ({speeds})"
+        case "writing":
+            speeds = f"{mine.decode_tps:.1f} tokens/s alone against {other.decode_tps:.1f}"
+            return f"it writes faster ({speeds})"
+        case "neighbours":
+            others = f"{mine.slots_busy} others and {other.name} {other.slots_busy}"
+            return f"it ran {others}, which slow each other"
     if other.doubts:
         return f"{other.name} {other.doubts[0]}"
     return f"it {mine.doubts[0]}" if mine.doubts else "the other was in doubt"
-
-
-_REASONS: dict[str, Callable[[ComparedNode, ComparedNode], str]] = {
-    "queue": lambda _, other: (
-        f"{other.name} had other prompts to read for {_seconds(other.terms['queue'])}"
-    ),
-    "reading": _of_reading,
-    "writing": lambda mine, other: (
-        f"it writes faster ({mine.decode_tps:.1f} tokens/s alone against {other.decode_tps:.1f})"
-    ),
-    "neighbours": lambda mine, other: (
-        f"it ran {mine.slots_busy} others and {other.name} {other.slots_busy}, which slow "
-        "each other"
-    ),
-    "doubt": _of_doubt,
-}
-
-
-def _came_of(grant: ToldGrant) -> str:
-    actual, predicted = grant.actual, grant.predicted
-    outcome = actual["outcome"]
-    if outcome is None:
-        return f"It runs there for {_seconds(actual['seconds'])} now."
-    word = _OUTCOMES.get(outcome, f"failed ({outcome})")
-    text = f"It {word} after {_seconds(actual['seconds'])}"
-    if outcome == "ok":
-        text += f" ({_seconds(predicted['seconds'])} predicted)"
-    return f"{text}."
 
 
 # What each slot has done.
@@ -1005,74 +986,6 @@ class TimelineObject(msgspec.Struct):
         "(whether it goes on with a response that another node began)"]  # fmt: skip
     spans: Annotated[list[Any], "attempts that run, and those that have ended in the last ten "
         "minutes, or after `after`"]  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class TimelineEndpoint:
-    """The endpoint of the timeline."""
-
-    scheduler: Scheduler
-    now: Callable[[], float]
-    name_of: Callable[[str], str | None]  # the name of the key with this id
-
-    async def show(self, request: Request) -> Response:
-        """Attempts that run and that have ended lately; callers are named for operators alone."""
-        after = number_parameter(request, "after", 0.0, math.inf, "a Unix time")
-        shows_callers = identity_of(request).role >= AdminRole.OPERATOR
-        return JsonResponse(self.read(after or 0.0, shows_callers=shows_callers))
-
-    def read(self, after: float, *, shows_callers: bool) -> TimelineObject:
-        """What runs, and what has ended after this Unix time and within the last ten minutes."""
-        scheduler, at = self.scheduler, self.now()
-        log, shift = scheduler.decision_log, at - scheduler.clock()
-        earliest = max(after, at - TIMELINE_SECONDS)
-        # A router's slots are those of its models.
-        slots = {
-            node.name: node.slots_now
-            for node in scheduler.fleet.nodes.values()
-            if not node.is_router and node.slots_now
-        }
-        lanes = sample_of(slots)
-        return TimelineObject(
-            round(at, 2),
-            round(max(log.reaches_back_to() + shift, at - TIMELINE_SECONDS), 2),
-            sum(slots.values()),
-            lanes,
-            list(SlotSpan._fields),
-            [
-                self._span(grant, node, shift, shows_caller=shows_callers)
-                for grant, node in self._attempts(earliest - shift)
-                if node is not None and node in lanes and grant.slots
-            ],
-        )
-
-    def _attempts(self, earliest: float) -> Iterator[tuple[Grant, str | None]]:
-        """Those that run or have ended since `earliest`, each with its node."""
-        for record in self.scheduler.records.values():
-            if record.grant.ended_at is None:
-                yield record.grant, record.node.name
-        for grant in self.scheduler.decision_log.grants:
-            if grant.ended_at is not None and grant.ended_at > earliest:
-                yield grant, grant.ran_on
-
-    def _span(self, grant: Grant, node: str, shift: float, *, shows_caller: bool) -> SlotSpan:
-        def unix(at: float | None) -> float | None:
-            return None if at is None else round(at + shift, 2)
-
-        return SlotSpan(
-            grant.request_id,
-            grant.lease_id,
-            node,
-            grant.slots,
-            grant.caller if shows_caller else None,
-            self.name_of(grant.caller) if shows_caller else None,
-            grant.model,
-            round(grant.at + shift, 2),
-            unix(grant.first_content_at),
-            unix(grant.ended_at),
-            grant.outcome,
-            grant.resumes,
-        )
 
 
 def sample_of(slots: Mapping[str, int], most: int = MOST_LANES) -> dict[str, int]:

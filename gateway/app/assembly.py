@@ -104,7 +104,7 @@ from gateway.watch.logs import Logs, set_up_logging
 from gateway.watch.metrics import Metrics
 from gateway.watch.request_tracing import RequestTracing
 from gateway.web.handler import PROGRESS_SECONDS, RequestHandler
-from gateway.web.site import public_app, with_cors
+from gateway.web.site import Site, public_app, with_cors
 
 NO_EDGE = (
     "no edge has begun to serve: their own errors say why; without `listen.edges` (--edges) this "
@@ -649,7 +649,7 @@ class Gateway:
         self._route(served=self._serves_routes)
         usage = self.metering.caller_usage()
         kept = self.background.kept_for_callers()
-        site = public_app(
+        site = Site(
             self.handler,
             self.fleet,
             usage,
@@ -659,7 +659,8 @@ class Gateway:
             kept=kept,
             standing_error=_standing_error(self.cluster),
         )
-        app = site if self.settings.cors is None else with_cors(site, self.settings.cors)
+        app = public_app(site)
+        app = app if self.settings.cors is None else with_cors(app, self.settings.cors)
         return app if self.cluster is None else self.cluster.relayed(app, "public")
 
     def _route(self, *, served: bool) -> None:

@@ -31,7 +31,6 @@ from gateway.admin.why import (
     WhyObject,
 )
 from gateway.callers.ended import EndedRow, OwnRow
-from gateway.config.listeners import AdminSettings, ListenSettings
 from gateway.config.settings import Settings
 from gateway.request.body import ParsedBody
 from gateway.request.routes import Route, api_of_path, pages_of, routes_of
@@ -160,7 +159,8 @@ def _routed(path: str, route: Route) -> Operation:
 
 def _admin(route: AdminRoute) -> Operation:
     path = _shown(route.path)
-    described = admin_path(route.method, path)
+    of_method = _TOLD["admin_methods"].get(f"{route.method} {path}", {})
+    described = msgspec.convert(_TOLD["admin"].get(path, {}) | of_method, Described)
     if path in ("/metrics", "/metrics/nodes"):
         content: JsonSchema = {CONTENT_TYPE.partition(";")[0]: {"schema": {"type": "string"}}}
     else:
@@ -273,11 +273,8 @@ _SECURITY: dict[ListenerName, list[JsonSchema]] = {
 
 def _servers(settings: Settings) -> dict[ListenerName, JsonSchema]:
     servers: dict[ListenerName, JsonSchema] = {}
-    configured: tuple[tuple[ListenerName, ListenSettings | AdminSettings], ...] = (
-        ("public", settings.listen),
-        ("admin", settings.admin),
-    )
-    for name, one in configured:
+    for name in LISTENERS:
+        one = settings.listen if name == "public" else settings.admin
         everywhere = one.host in {"", "0.0.0.0", "::"}
         host = "localhost" if everywhere else f"[{one.host}]" if ":" in one.host else one.host
         url = f"{'https' if one.tls else 'http'}://{host}:{one.port}"
@@ -307,7 +304,9 @@ def _operation(operation: Operation, *, optional: bool) -> JsonSchema:
     success: JsonSchema = {"description": "Done.", "content": operation.content}
     if operation.headers:
         success["headers"] = {name: _beside(one) for name, one in operation.headers.items()}
-    shown["responses"] = {"200": success, **_errors(operation)}
+    refer = f"#/components/responses/{operation.listener}{_dialect(operation)}"
+    failures = {str(one): {"$ref": f"{refer}{one}"} for one in sorted(operation.statuses)}
+    shown["responses"] = {"200": success, **failures}
     return shown
 
 
@@ -316,32 +315,20 @@ def _dialect(operation: Operation) -> str:
     return {"messages": "AnthropicError", "ollama": "OllamaError"}.get(name, "Error")
 
 
-def _errors(operation: Operation) -> dict[str, JsonSchema]:
-    prefix = f"{operation.listener}{_dialect(operation)}"
-    return {
-        str(status): {"$ref": f"#/components/responses/{prefix}{status}"}
-        for status in sorted(operation.statuses)
-    }
-
-
 def _error_responses(all_operations: Iterable[Operation]) -> dict[str, JsonSchema]:
-    """The responses that `_errors` refers to."""
+    """The responses of errors that these refer to."""
     found: dict[str, JsonSchema] = {}
-    for operation in all_operations:
-        table = ERRORS if operation.listener == "public" else ADMIN_ERRORS
-        dialect = _dialect(operation)
-        for status in operation.statuses:
-            name = f"{operation.listener}{dialect}{status}"
-            if name in found:
-                continue
-            headers = ERROR_HEADERS | STATUS_HEADERS.get(status, {})
-            content = {"schema": {"$ref": f"#/components/schemas/{dialect}"}}
-            causes = [f"`{row.code}`: {row.when}" for row in table if row.status == status]
-            found[name] = {
-                "description": "; ".join(causes) or "What the node has answered.",
-                "content": {"application/json": content},
-                "headers": {name: _beside(one) for name, one in headers.items()},
-            }
+    kinds = {(op.listener, _dialect(op), status) for op in all_operations for status in op.statuses}
+    for listener, dialect, status in kinds:
+        table = ERRORS if listener == "public" else ADMIN_ERRORS
+        headers = ERROR_HEADERS | STATUS_HEADERS.get(status, {})
+        content = {"schema": {"$ref": f"#/components/schemas/{dialect}"}}
+        causes = [f"`{row.code}`: {row.when}" for row in table if row.status == status]
+        found[f"{listener}{dialect}{status}"] = {
+            "description": "; ".join(causes) or "What the node has answered.",
+            "content": {"application/json": content},
+            "headers": {name: _beside(one) for name, one in headers.items()},
+        }
     return dict(sorted(found.items()))
 
 
@@ -430,12 +417,6 @@ ERROR_SCHEMAS: dict[str, JsonSchema] = _TOLD["error_schemas"]
 SECURITY_SCHEMES: JsonSchema = _TOLD["security_schemes"]
 API_SUMMARIES: Mapping[str, str] = _TOLD["summaries"]
 SITE_PATHS = msgspec.convert(_TOLD["site"], dict[str, Described])
-
-
-def admin_path(method: str, path: str) -> Described:
-    """What is said of one method of a path of the admin listener."""
-    of_method = _TOLD["admin_methods"].get(f"{method} {path}", {})
-    return msgspec.convert(_TOLD["admin"].get(path, {}) | of_method, Described)
 
 
 def described_fields(*kinds: type[msgspec.Struct]) -> dict[str, tuple[str, str]]:
@@ -542,11 +523,8 @@ def fields_schema(fields: Fields, optional: Collection[str] = ()) -> JsonSchema:
     properties = {}
     for name, (kind, meaning) in fields.items():
         base = kind.removesuffix("?")
-        types = {"type": [base, "null"] if kind.endswith("?") else base}
-        properties[name] = {
-            **({} if base == "any" else types),
-            "description": _sentence(meaning),
-        }
+        types = {} if base == "any" else {"type": [base, "null"] if kind.endswith("?") else base}
+        properties[name] = {**types, "description": _sentence(meaning)}
     required = [name for name in properties if name not in optional]
     return {"type": "object", "properties": properties, "required": required}
 

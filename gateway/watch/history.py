@@ -99,11 +99,6 @@ class RecentTraffic:
         for name in _SUMMED:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
-    @property
-    def most_limited(self) -> tuple[str | None, int]:
-        """The caller of whom limits refused most requests, and how many."""
-        return max(self.limited.items(), key=lambda one: one[1], default=(None, 0))
-
 
 _SUMMED = (
     *("requests", "failed", "refused", "callers", "limited", "failures", "served", "gpu"),
@@ -158,7 +153,6 @@ class FleetHistory:
         return read
 
     def _add(self, kind: EndedKind) -> None:
-        """Add the requests of this kind to the step."""
         step, requests = self._step, kind.requests
         self._completion += kind.completion
         caller = kind.caller
@@ -186,15 +180,12 @@ class FleetHistory:
         step.cost += kind.cost
         if not (kind.prompt or kind.completion):
             return
-        tokens = step.models.get(kind.model)
-        if tokens is None:
-            if len(step.models) >= MOST_MODELS:
-                step.too_many_models = True
-                return
-            tokens = step.models[kind.model] = [0, 0, 0]
-        tokens[0] += kind.prompt
-        tokens[1] += kind.cached
-        tokens[2] += kind.completion
+        if kind.model not in step.models and len(step.models) >= MOST_MODELS:
+            step.too_many_models = True
+            return
+        tokens = step.models.setdefault(kind.model, [0, 0, 0])
+        for place, more in enumerate((kind.prompt, kind.cached, kind.completion)):
+            tokens[place] += more
 
     def find(self, name: str) -> Iterator[RequestRecord]:
         """Ended requests of this id or `X-Request-ID`, the newest first in each of the two kinds.
@@ -222,6 +213,8 @@ class FleetHistory:
             minute.add(one)
         times = sorted(minute.times.items())
         halves, most = (percentile(times, share) for share in (0.5, 0.95))
+        costs = [self._gpu_cost(model, *tokens) for model, tokens in step.models.items()]
+        known = [one for one in costs if one is not None]
         point = HistoryPoint(
             at=round(at, 1),
             requests=step.requests,
@@ -235,7 +228,7 @@ class FleetHistory:
             cached_share=_share(minute.cached, minute.prompt),
             gpu_share=_share(minute.gpu, minute.served),
             cost=step.cost,
-            gpu_cost=self._cost_on_gpu(step),
+            gpu_cost=None if step.too_many_models or len(known) < len(costs) else sum(known, 0.0),
         )
         self.points.append(point)
         return point
@@ -252,17 +245,6 @@ class FleetHistory:
     def as_json(self) -> dict[str, Any]:
         """Every point, as rows under the names of `COLUMNS`."""
         return {"step": STEP_SECONDS, "columns": COLUMNS, "points": list(self.points)}
-
-    def _cost_on_gpu(self, step: RecentTraffic) -> float | None:
-        if step.too_many_models:
-            return None
-        total = 0.0
-        for model, (prompt, cached, completion) in step.models.items():
-            cost = self._gpu_cost(model, prompt, cached, completion)
-            if cost is None:
-                return None
-            total += cost
-        return total
 
 
 def _share(part: float, whole: float) -> float | None:

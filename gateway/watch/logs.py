@@ -7,7 +7,6 @@ logged from `warning` on, with one line each.
 
 from __future__ import annotations
 
-import contextlib
 import encodings.unicode_escape  # noqa: F401 - else the first such value reads it, on the event loop
 import errno
 import logging
@@ -40,24 +39,19 @@ MOST_FRAMES = 30
 # asyncio logs a callback with its arguments: bytes of a body, for a protocol's data_received.
 _MESSAGES_WITH_ARGUMENTS = ("Exception in callback", "Executing")
 
-LEVELS = {
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-    "critical": logging.CRITICAL,
-}
+LEVELS = {name.lower(): number for name, number in logging.getLevelNamesMapping().items()}
 
 EventDict = MutableMapping[str, Any]
+Renderer = Callable[[object, str, EventDict], bytes]
 
 
 class Logs:
     """The process's logging, from `set_up_logging` to `close`; a context manager."""
 
-    def __init__(self, writer: LogWriter, *, json: bool, colours: bool) -> None:
+    def __init__(self, writer: LogWriter, render: Renderer, *, json: bool) -> None:
         self.writer = writer
         self.json = json
-        self._render = _render_json if json else _console_renderer(colours=colours)
+        self._render = render
         self.level = logging.INFO
         """Lines from this level on are written, a number of `logging`."""
         self._handler = _StructlogHandler()
@@ -68,7 +62,7 @@ class Logs:
         """Log from `level` on; called again when the settings change."""
         self.level = LEVELS[level]
         structlog.configure(
-            processors=[_add_timestamp, _format_exc_info, _escape_values, self._render],
+            processors=[_prepared, self._render],
             wrapper_class=structlog.make_filtering_bound_logger(self.level),
             logger_factory=lambda *_: _LineLogger(self.writer.write),
             cache_logger_on_first_use=False,
@@ -120,31 +114,23 @@ def set_up_logging(
     flush_seconds: float = LOG_FLUSH_SECONDS,
 ) -> Logs:
     """Write all log lines of this process to `fd`, in one format."""
-    terminal = _is_terminal(fd)
+    terminal = os.isatty(fd)
     json = format == "json" or (format == "auto" and not terminal)
     colours = terminal and not environment.get("NO_COLOR")
+    render: Renderer = (
+        (lambda _, __, line: _encode(line)) if json else _console_renderer(colours=colours)
+    )
 
     def format_dropped(lines: int) -> bytes:
         fields = {"timestamp": utc_timestamp(), "level": "warning", "event": "log lines lost"}
-        render = _render_json if json else _console_renderer(colours=colours)
         return render(None, "warning", {**fields, "lines": lines}) + b"\n"
 
-    writer = LogWriter(fd, format_dropped, flush_seconds=flush_seconds)
-    logs = Logs(writer, json=json, colours=colours)
+    logs = Logs(LogWriter(fd, format_dropped, flush_seconds=flush_seconds), render, json=json)
     logs.configure(level)
     return logs
 
 
-def _is_terminal(fd: int) -> bool:
-    try:
-        return os.isatty(fd)
-    except OSError:
-        return False
-
-
 class _LineLogger:
-    """The logger at the end of structlog's chain: writes rendered lines."""
-
     __slots__ = ("_write",)
 
     def __init__(self, write: Callable[[bytes], None]) -> None:
@@ -157,8 +143,6 @@ class _LineLogger:
 
 
 class _StructlogHandler(logging.Handler):
-    """Passes records of `logging` to structlog."""
-
     def emit(self, record: logging.LogRecord) -> None:
         try:
             # Further lines quote the exception (asyncio) or begin a traceback (uvicorn).
@@ -173,9 +157,22 @@ class _StructlogHandler(logging.Handler):
             structlog.get_logger().warning("a log record could not be read", logger=record.name)
 
 
-def _add_timestamp(_: object, method: str, event: EventDict) -> EventDict:
+def _prepared(_: object, method: str, event: EventDict) -> EventDict:
+    """The line with its time and level, an exception by its type and place, and escaped texts."""
+    error = event.pop("exc_info", None)
+    if error is True:
+        error = sys.exc_info()[1]
+    elif isinstance(error, tuple):
+        error = error[1]
+    if isinstance(error, BaseException):
+        event["exception"] = format_exception(error)
+    event.pop("stack_info", None)
     level = "error" if method == "exception" else method
-    return {"timestamp": utc_timestamp(), "level": level, **event}
+    fields = {"timestamp": utc_timestamp(), "level": level, **event}
+    for key, value in fields.items():
+        if isinstance(value, str):  # A terminal would obey control characters.
+            fields[key] = escape_unprintable(value, keep="\n" if key == "exception" else "")
+    return fields
 
 
 def utc_timestamp() -> str:
@@ -197,29 +194,14 @@ def _format_second(second: int) -> bytes:
     return f"{datetime.fromtimestamp(second, UTC):%Y-%m-%dT%H:%M:%S}".encode()
 
 
-def _format_exc_info(_: object, __: str, event: EventDict) -> EventDict:
-    """Replace an exception by its type and place."""
-    error = event.pop("exc_info", None)
-    if error is True:
-        error = sys.exc_info()[1]
-    elif isinstance(error, tuple):
-        error = error[1]
-    if isinstance(error, BaseException):
-        event["exception"] = format_exception(error)
-    event.pop("stack_info", None)
-    return event
-
-
 def format_exception(error: BaseException) -> str:
     """Type and place of an exception and its causes, the innermost call last.
 
     The message is left out, except the operating system's of an OSError.
     """
-    parts = []
+    parts: list[str] = []
     current: BaseException | None = error
-    for _ in range(MOST_CHAINED_EXCEPTIONS):
-        if current is None:
-            break
+    while current is not None and len(parts) < MOST_CHAINED_EXCEPTIONS:
         kind = type(current)
         name = kind.__qualname__
         if kind.__module__ != "builtins":
@@ -232,14 +214,6 @@ def format_exception(error: BaseException) -> str:
         suppressed = current.__suppress_context__
         current = current.__cause__ or (None if suppressed else current.__context__)
     return "\nfrom ".join(parts)
-
-
-def _escape_values(_: object, __: str, event: EventDict) -> EventDict:
-    """Cut long texts, and escape control characters, which a terminal would obey."""
-    for key, value in event.items():
-        if isinstance(value, str):
-            event[key] = escape_unprintable(value, keep="\n" if key == "exception" else "")
-    return event
 
 
 def escape_unprintable(text: str, keep: str = "") -> str:
@@ -269,11 +243,7 @@ def _encode(fields: Mapping[str, Any]) -> bytes:
     return line if line.isascii() and b"\x7f" not in line else escape_json(line.decode()).encode()
 
 
-def _render_json(_: object, __: str, event: EventDict) -> bytes:
-    return _encode(event)
-
-
-def _console_renderer(*, colours: bool) -> Callable[[object, str, EventDict], bytes]:
+def _console_renderer(*, colours: bool) -> Renderer:
     renderer = structlog.dev.ConsoleRenderer(
         colors=colours,
         sort_keys=False,
@@ -352,7 +322,8 @@ class LogWriter:
             if self._unreported_lines and self._format_dropped is not None:
                 dropped, self._unreported_lines = self._unreported_lines, 0
                 self._lines.append(self._format_dropped(dropped))
-            batch = self._take_lines()
+            batch = b"".join(self._lines.popleft() for _ in range(len(self._lines)))
+            self._waiting_bytes = 0
             if batch and not self._write_batch(batch):
                 break
             if self._closing and not self._lines:
@@ -360,15 +331,6 @@ class LogWriter:
         fd, self._fd = self._fd, -1
         self._lines.clear()
         os.close(fd)
-
-    def _take_lines(self) -> bytes:
-        lines = []
-        with contextlib.suppress(IndexError):
-            while True:
-                lines.append(self._lines.popleft())
-        batch = b"".join(lines)
-        self._waiting_bytes = 0
-        return batch
 
     def _write_batch(self, batch: bytes) -> bool:
         """Write the batch; False if nobody reads the descriptor any more."""
@@ -378,11 +340,10 @@ class LogWriter:
                 rest = rest[os.write(self._fd, rest) :]
             except BlockingIOError:
                 # Another process that shares the open file has made it non-blocking.
-                if self._closing:
-                    writable = select.select((), (self._fd,), (), self._flush_seconds)[1]
-                    if not writable:
-                        return False
-                select.select((), (self._fd,), (), 1.0)
+                closing = self._closing
+                seconds = self._flush_seconds if closing else 1.0
+                if not select.select((), (self._fd,), (), seconds)[1] and closing:
+                    return False
             except OSError as error:
                 if error.errno in _CLOSED:
                     return False

@@ -36,13 +36,13 @@ from gateway.events import (
     LimitReached,
     ModelLoadChanged,
     NodeCalibrated,
-    NodeChanged,
     PromptsKept,
     RequestRecord,
     SlotYielded,
     StreamResumed,
     WebhookAttempted,
 )
+from gateway.nodes.node import NodeState
 from gateway.schedule.decision_log import RatioCounts
 from gateway.terms import Priority
 
@@ -299,19 +299,9 @@ HELP = {
     "gen_ai_client_token_usage": "Tokens of a request.",
 }
 
-# Every state a node can be in, as the admin API names them.
-NODE_STATES = (
-    "standby",
-    "draining",
-    "down",
-    "sleeping",
-    "loading",
-    "starting",
-    "ejected",
-    "mute",
-    "degraded",
-    "ready",
-)
+# Every state that a node can be in.
+_OF_MODELS = {NodeState.UNLOADED, NodeState.UNLOADING, NodeState.FAILED}  # of routers alone
+NODE_STATES = tuple(one.value for one in NodeState if one not in _OF_MODELS)
 
 MOST_MODELS = 1000  # Most distinct model labels; further models are counted as `other`
 NODES_OF_A_STEP = 200  # Nodes whose state is read at once: about a millisecond
@@ -325,8 +315,6 @@ _OVERHEAD = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25),
     *(1, 60, 3600),
 )
-
-REFUSED_STATUS = 429
 
 
 @dataclass(slots=True)
@@ -429,8 +417,7 @@ class Metrics:
         name_of: Callable[[str], str | None] = lambda _: None,
     ) -> None:
         self._nodes, self._add_state, self._name_of = nodes, add_state, name_of
-        self._catch_up = bus.catch_up
-        self._ended = bus.ended
+        self._bus = bus
         self._requests: dict[tuple[Priority, str, int], RequestCounts] = {}
         self._models: set[str] = set()
         self._attempts: defaultdict[str, Counter[str]] = defaultdict(Counter)
@@ -457,11 +444,10 @@ class Metrics:
         ProcessCollector(registry=self._process)
         bus.ended.read_by(self._times_of, self._add)
         bus.subscribe(AttemptEnded, self._attempted)
-        bus.subscribe(NodeChanged, self._node_changed)
         bus.subscribe(ModelLoadChanged, self._model_load_changed)
         bus.subscribe(HookEnded, lambda e: self._hooks.update([(e.node, e.hook, e.outcome)]))
         bus.subscribe(
-            StreamResumed, lambda e: self._streams.update(resumed=int(e.resumed_on is not None))
+            StreamResumed, lambda e: self._streams.update(resumed=e.resumed_on is not None)
         )
         bus.subscribe(SlotYielded, lambda _: self._streams.update(yielded=1))
         bus.subscribe(LimitReached, lambda e: self._limits_reached.update([(e.limit, e.scope)]))
@@ -473,11 +459,11 @@ class Metrics:
         """Count requests under OpenTelemetry's names too, or stop it."""
         if gen_ai != self._with_gen_ai:
             self._with_gen_ai = gen_ai
-            self._ended.forget_kinds()
+            self._bus.ended.forget_kinds()
 
     def _times_of(self, kind: EndedKind) -> Callable[[RequestRecord], None]:
         """What counts the times of the requests of this kind."""
-        labelled = (kind.model, kind.priority.label, kind.tier or NO_TIER)
+        labelled = (kind.model, kind.priority.label, kind.tier or "none")
         response = self._response.of(*labelled, outcome_of(kind.status))
         first_token = self._first_token.of(*labelled) if kind.timed else None
         count_gen_ai = self._gen_ai.count if self._with_gen_ai else None
@@ -513,7 +499,7 @@ class Metrics:
         # Callers without a key have an address.
         if len(self._keys) < MOST_KEYS and ":" not in kind.caller:
             self._keys.add(kind.caller)
-        if kind.status == REFUSED_STATUS:
+        if kind.status == 429:
             reason = kind.reason or "unknown"
             further = (OTHER_LABEL, reason)
             key = _within(self._refused, (kind.caller, reason), MOST_REFUSED, further)
@@ -521,7 +507,7 @@ class Metrics:
 
     def counts_by_status(self) -> Iterator[tuple[int, RequestCounts]]:
         """Counts of requests that have ended, by status; a status may come several times."""
-        self._catch_up()
+        self._bus.catch_up()
         for (_, _, status), counts in self._requests.items():
             yield status, counts
 
@@ -542,34 +528,37 @@ class Metrics:
         if event.seconds is not None:
             self._load_seconds.of(event.model).observe(event.seconds)
 
-    def _node_changed(self, event: NodeChanged) -> None:
-        """Forget a node that has left the fleet."""
-        if event.new_state is None:
-            self._attempts.pop(event.node, None)
-
     def steps(self, *, key_names: bool = True) -> Iterator[bytes]:
         """The text for Prometheus, of type `CONTENT_TYPE`; other work may go on between two pieces.
 
         The state is that of the first steps, and counts are those at the time of their piece.
         `key_names`: with those of keys.
         """
-        self._catch_up()
-        nodes, models = [], _RouterModels()
+        self._bus.catch_up()
+        nodes, measured = list[NodeSample](), list[NodeSample]()  # models of known speed
+        states = Counter[tuple[str, str, str]]()  # of routers' models: model, router and state
+        failures: dict[tuple[str, str], int] = {}
         for number, node in enumerate(self._nodes()):
             if node.router is None:
                 nodes.append(node)
             else:
-                models.add(node)
+                known = len(states) < MOST_INSTANCES
+                of = (node.model, node.router) if known else (OTHER_LABEL, OTHER_LABEL)
+                states[(*of, node.state)] += 1
+                if node.load_failures and len(failures) < MOST_INSTANCES:
+                    failures[node.router, node.model] = node.load_failures
+                if node.decode_tps is not None and len(measured) < MOST_INSTANCES:
+                    measured.append(node)
             if number % NODES_OF_A_STEP == NODES_OF_A_STEP - 1:
                 yield b""
         page = MetricsPage(METRIC_PREFIX)
         self._add_requests(page)
-        self._add_fleet(page, nodes, models.measured)
+        self._add_fleet(page, nodes, measured)
         page.counts("model_loads_total", self._loads, "node", "model", "result")
         page.counts("model_unloads_total", self._unloads, "node", "model", "reason")
         page.histograms("model_load_seconds", self._load_seconds.samples())
-        page.counts("model_instances", models.states, "model", "node", "state")
-        page.counts("model_load_failures", models.failures, "node", "model")
+        page.counts("model_instances", states, "model", "node", "state")
+        page.counts("model_load_failures", failures, "node", "model")
         self._add_state(page)
         if key_names:
             named = ((key, self._name_of(key)) for key in self._keys)
@@ -589,7 +578,15 @@ class Metrics:
             for (priority, model, status), counts in list(self._requests.items())
         )
         page.samples("requests_total", by_labels, "class", "model", "code")
-        page.samples("tokens_total", list(self._token_samples()), "model", "kind")
+        models: dict[str, RequestCounts] = {}
+        for (_, model, _), counts in self._requests.items():
+            models.setdefault(model, RequestCounts()).add(counts)
+        tokens = [
+            ((model, kind), getattr(counts, kind))
+            for model, counts in models.items()
+            for kind in ("prompt", "cached", "completion")
+        ]
+        page.samples("tokens_total", tokens, "model", "kind")
         page.number("resumed_streams_total", self._streams["resumed"])
         page.number("yielded_slots_total", self._streams["yielded"])
         page.counts("calibrations_total", self._calibrations, "outcome")
@@ -605,18 +602,16 @@ class Metrics:
         page.histograms("first_token_seconds", self._first_token.samples())
         page.histograms("slot_wait_seconds", self._wait.samples())
 
-    def _token_samples(self) -> Iterator[tuple[tuple[str, str], float]]:
-        models: dict[str, RequestCounts] = {}
-        for (_, model, _), counts in self._requests.items():
-            models.setdefault(model, RequestCounts()).add(counts)
-        for model, counts in models.items():
-            for kind in ("prompt", "cached", "completion"):
-                yield (model, kind), getattr(counts, kind)
-
     def _add_fleet(
         self, page: MetricsPage, nodes: Sequence[NodeSample], models: Sequence[NodeSample]
     ) -> None:
-        self._forget_others(node.name for node in nodes)
+        # Nodes that have left are forgotten, with what has ended after that.
+        kept = {*(node.name for node in nodes), OTHER_LABEL}
+        for node in [node for node in self._attempts if node.partition("/")[0] not in kept]:
+            del self._attempts[node]
+        for counts in (self._hooks, self._loads, self._unloads):
+            for key in [key for key in counts if key[0] not in kept]:
+                del counts[key]
         everything = [*nodes, *models]
         attempts = (
             ((node, outcome), count)
@@ -641,39 +636,10 @@ class Metrics:
         page.nodes("node_decode_tokens_per_second", everything, operator.attrgetter("decode_tps"))
         page.nodes("node_prefill_tokens_per_second", everything, operator.attrgetter("prefill_tps"))
 
-    def _forget_others(self, names: Iterable[str]) -> None:
-        """Drop nodes that have left; attempts that ended after that have added them again."""
-        kept = {*names, OTHER_LABEL}
-        for node in [node for node in self._attempts if node.partition("/")[0] not in kept]:
-            del self._attempts[node]
-        for counts in (self._hooks, self._loads, self._unloads):
-            for key in [key for key in counts if key[0] not in kept]:
-                del counts[key]
-
 
 def _within(known: Collection[T], key: T, most: int, further: T) -> T:
     """The key, or the one of all further keys if so many others are known."""
     return key if key in known or len(known) < most else further
-
-
-class _RouterModels:
-    """What a scrape tells of the models of routers."""
-
-    def __init__(self) -> None:
-        self.states: Counter[tuple[str, str, str]] = Counter()  # model, router and state
-        self.failures: dict[tuple[str, str], int] = {}
-        self.measured: list[NodeSample] = []  # those whose speed is known
-
-    def add(self, one: NodeSample) -> None:
-        """Count one."""
-        key = (one.model, one.router or "", one.state)
-        if len(self.states) >= MOST_INSTANCES:
-            key = (OTHER_LABEL, OTHER_LABEL, one.state)
-        self.states[key] += 1
-        if one.load_failures and len(self.failures) < MOST_INSTANCES:
-            self.failures[one.router or "", one.model] = one.load_failures
-        if one.decode_tps is not None and len(self.measured) < MOST_INSTANCES:
-            self.measured.append(one)
 
 
 # A CPU node may take an hour for a response; a refusal takes a millisecond.
@@ -683,7 +649,6 @@ SECONDS_UP_TO_AN_HOUR = (
 )
 
 MOST_LABEL_SETS = 300  # Most combinations of labels of one histogram that name a model
-NO_TIER = "none"  # The tier of a request that no node has seen
 
 
 def outcome_of(status: int) -> str:

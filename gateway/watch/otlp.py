@@ -57,17 +57,14 @@ class OtlpSender:
         self, settings: TracesSettings, clock: Callable[[], float] = time.monotonic
     ) -> None:
         assert settings.endpoint is not None
-        self._url = settings.endpoint
-        self._timeout = settings.timeout
-        self._service = settings.service_name
-        self._clock = clock
+        self._url, self._timeout = settings.endpoint, settings.timeout
+        self._service, self._clock = settings.service_name, clock
         self._interrupted = threading.Event()
         self._quiet_until = -math.inf
-        context = ssl.create_default_context(cafile=settings.ca_file)
         # The environment's proxies and passwords are not for this.
         self._runner = asyncio.Runner()
         self._client = httpx.AsyncClient(
-            verify=context,
+            verify=ssl.create_default_context(cafile=settings.ca_file),
             trust_env=False,
             headers={
                 "content-type": "application/x-protobuf",
@@ -115,18 +112,13 @@ class OtlpSender:
             # The status counts, however the rest of the response ends.
             with contextlib.suppress(httpx.HTTPError, TimeoutError):
                 async with asyncio.timeout(max(0.001, deadline - self._clock())):
-                    await self._drain(response)
+                    # As it came: what it would decompress to is not bounded.
+                    async for _ in response.aiter_raw():
+                        if response.num_bytes_downloaded > MOST_RESPONSE_BYTES:
+                            break
         finally:
             await response.aclose()
         return response.status_code, _seconds(response.headers.get("retry-after"))
-
-    async def _drain(self, response: httpx.Response) -> None:
-        size = 0
-        # As it came: what it would decompress to is not bounded.
-        async for part in response.aiter_raw():
-            size += len(part)
-            if size > MOST_RESPONSE_BYTES:
-                break
 
     def _failed(self, why: str) -> bool:
         now = self._clock()

@@ -348,22 +348,31 @@ def _full_queue(state: FleetCondition) -> Iterator[Problem]:
 
 def _flooding_caller(state: FleetCondition) -> Iterator[Problem]:
     queue, traffic = state.queue, state.traffic
-    caller, title, cause, is_limited = None, "", "", False
-    limited_caller, limited = traffic.most_limited
     if max(queue.callers, len(traffic.callers)) < 2:
         return  # A caller alone takes nothing from others.
-    if queue.top_waiting >= LEAST_FLOOD and queue.top_waiting >= FLOOD_SHARE * queue.waiting:
+    caller, limited = next(iter(traffic.limited.most_common(1)), (None, 0))
+    title = "One caller sends more than its limits allow"
+    cause = f"Of the {traffic.requests} requests of the last minute its limits refused {limited}"
+    is_flood = queue.top_waiting >= max(LEAST_FLOOD, FLOOD_SHARE * queue.waiting)
+    if is_flood:
         caller, title = queue.top_caller, "One caller floods the queue"
         cause = f"{_part(queue.top_waiting, queue.waiting)} waiting requests are its own"
-    elif limited >= LEAST_FLOOD:
-        caller, title = limited_caller, "One caller sends more than its limits allow"
-        is_limited = True
-        cause = (
-            f"Of the {traffic.requests} requests of the last minute its limits refused {limited}"
-        )
-    if caller is None:
+    if caller is None or not (is_flood or limited >= LEAST_FLOOD):
         return
-    remedy, commands = _flood_remedy(caller, caller in state.settings_keys, is_limited)
+    show, where = "llama-gateway keys show {name}", "by keys set"
+    commands: tuple[str, ...] = (show, "llama-gateway keys set {name} --rpm 60")
+    if caller in state.settings_keys:
+        where, commands = "in gateway.yaml, at its entry of keys", (show, CHECK)
+    if caller.startswith(("anonymous:", "playground:")):
+        remedy = "Give callers keys, so that each has a limit."
+        commands = ("llama-gateway keys create --name NAME --rpm 60",)
+    elif not is_flood:
+        remedy = "It has reached a limit of its key or group, which holds: tell its user to send "
+        remedy += "less, or to wait as Retry-After says. If it should have more, raise the limit "
+        remedy += f"{where}."
+        commands = (show,)
+    else:
+        remedy = f"Give its key a limit (rpm) {where}, or end the key."
     yield Problem(
         "flood",
         title,
@@ -374,31 +383,6 @@ def _flooding_caller(state: FleetCondition) -> Iterator[Problem]:
         caller_name=state.name_of(caller),
         anonymous_commands=tuple(line.format(name="NAME") for line in commands),
     )
-
-
-def _flood_remedy(
-    caller: str,
-    of_settings: bool,  # noqa: FBT001
-    is_limited: bool,  # noqa: FBT001
-) -> tuple[str, tuple[str, ...]]:
-    """What to do, and the commands for it, with `{name}` for that of its key.
-
-    `of_settings`: the settings have its key. `is_limited`: limits refuse it.
-    """
-    if caller.startswith(("anonymous:", "playground:")):
-        keys = "llama-gateway keys create --name NAME --rpm 60"
-        return "Give callers keys, so that each has a limit.", (keys,)
-    show, where = "llama-gateway keys show {name}", "by keys set"
-    commands = (show, "llama-gateway keys set {name} --rpm 60")
-    if of_settings:
-        where, commands = "in gateway.yaml, at its entry of keys", (show, CHECK)
-    if not is_limited:
-        return f"Give its key a limit (rpm) {where}, or end the key.", commands
-    words = (
-        "It has reached a limit of its key or group, which holds: tell its user to send less, or "
-        f"to wait as Retry-After says. If it should have more, raise the limit {where}."
-    )
-    return words, (show,)
 
 
 _QUOTA_OWNERS = {
@@ -668,7 +652,6 @@ def _count(number: int, what: str) -> str:
 
 
 def _names(nodes: Sequence[NodeCondition]) -> tuple[str, ...]:
-    """The names of the first of these nodes."""
     return tuple(node.name for node in nodes[:MOST_NAMED])
 
 
@@ -698,7 +681,6 @@ def _selection(nodes: Sequence[NodeCondition]) -> str:
 
 
 def _reasons(nodes: Sequence[NodeCondition]) -> str:
-    """The reason of these nodes, and how many have another one."""
     first = nodes[0].reason
     others = sum(node.reason != first for node in nodes)
     more = f" ({others} of them: other reasons)" if others else ""
@@ -761,41 +743,27 @@ log = structlog.get_logger()
 
 
 @dataclass(slots=True)
-class _Told:
-    """A problem that the log was told of."""
-
-    problem: Problem
-    since: float  # monotonic seconds, like the next one
-    seen_at: float
-
-
-@dataclass(slots=True)
 class ProblemLog:
     """Compares the problems of each look with those that were told. `clock` is monotonic."""
 
     clock: Callable[[], float]
-    _told: dict[str, _Told] = field(default_factory=dict)
-    """By the problem's id: as many as `find_problems` gives, and those that have just gone."""
+    _told: dict[str, tuple[Problem, float, float]] = field(default_factory=dict)
+    """By id, since when it is there, and when it was seen: those that have just gone as well."""
 
     def take(self, problems: Sequence[Problem]) -> None:
         """Tell what has changed; `problems` are all that there are now."""
         now = self.clock()
         for problem in problems:
-            told = self._told.get(problem.id)
-            if told is None:
-                self._told[problem.id] = _Told(problem, now, now)
+            told, since, _ = self._told.get(problem.id, (None, now, now))
+            if told is None or _RANKS[problem.severity] < _RANKS[told.severity]:
+                told = problem
                 _tell(problem)
-                continue
-            if _RANKS[problem.severity] < _RANKS[told.problem.severity]:
-                told.problem = problem
-                _tell(problem)
-            told.seen_at = now
-        gone = [told for told in self._told.values() if now - told.seen_at >= OVER_SECONDS]
-        for told in gone:
-            problem = told.problem
-            del self._told[problem.id]
-            seconds = round(told.seen_at - told.since, 1)
-            log.info("problem is over", id=problem.id, title=problem.title, seconds=seconds)
+            self._told[problem.id] = (told, since, now)
+        for id_, (told, since, seen_at) in [*self._told.items()]:
+            if now - seen_at >= OVER_SECONDS:
+                del self._told[id_]
+                seconds = round(seen_at - since, 1)
+                log.info("problem is over", id=id_, title=told.title, seconds=seconds)
 
 
 def _tell(problem: Problem) -> None:

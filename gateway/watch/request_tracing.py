@@ -7,8 +7,8 @@ when it has ended, off the event loop.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.util
+import math
 import random
 import threading
 import time
@@ -36,14 +36,14 @@ BATCH_SECONDS = 5.0
 FLUSH_SECONDS = 2.0  # most seconds that the gateway's end waits for the last traces to be sent
 
 
+@dataclass(slots=True)
 class TraceCounts:
     """How many traces were exported and dropped since the start; for all exporters together."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.exported = 0
-        self.not_queued = 0  # dropped, as too many waited already
-        self.not_sent = 0  # dropped, as the collector did not take them
+    exported: int = 0
+    not_queued: int = 0  # dropped, as too many waited already
+    not_sent: int = 0  # dropped, as the collector did not take them
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def count(self, *, exported: int = 0, not_queued: int = 0, not_sent: int = 0) -> None:
         """Add these. Any thread may call it."""
@@ -116,8 +116,9 @@ class TraceExporter:
             if not self._closing.is_set():
                 self._due.clear()
             self._work.clear()
-            while batch := self._take():
-                self._send(sender, batch)
+            while self._waiting:
+                number = min(len(self._waiting), self.batch_traces)
+                self._send(sender, [self._waiting.popleft() for _ in range(number)])
             if self._closing.is_set() and not self._waiting:
                 break
         if sender is not None:
@@ -132,13 +133,6 @@ class TraceExporter:
                 log.error("traces are lost", why=type(error).__name__)  # noqa: TRY400
         exported = len(batch) if sent else 0
         self.counts.count(exported=exported, not_sent=len(batch) - exported)
-
-    def _take(self) -> list[EndedRequest]:
-        batch: list[EndedRequest] = []
-        with contextlib.suppress(IndexError):
-            while len(batch) < self.batch_traces:
-                batch.append(self._waiting.popleft())
-        return batch
 
 
 _MODULE = "opentelemetry.proto.collector.trace.v1.trace_service_pb2"
@@ -158,17 +152,13 @@ class Allowance:
 
     rate: float
     clock: Callable[[], float]
-    _left: float = field(init=False)
-    _at: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._left, self._at = max(1.0, self.rate), self.clock()
+    _left: float = math.inf
+    _at: float = 0.0
 
     def take(self) -> bool:
         """Take one, if one is left."""
         now = self.clock()
-        most = max(1.0, self.rate)
-        self._left = min(most, self._left + (now - self._at) * self.rate)
+        self._left = min(max(1.0, self.rate), self._left + (now - self._at) * self.rate)
         self._at = now
         if self._left < 1 or not self.rate:
             return False
@@ -209,23 +199,6 @@ SETTLE_SECONDS = 0.5  # seconds after its end in which a request's attempts are 
 MOST_SETTLING = 1024  # requests that wait for that; one more is dropped
 
 
-def open_otlp_sender(settings: TracesSettings) -> OtlpSender:
-    """A sender to the collector of these settings; imports OpenTelemetry's packages."""
-    from gateway.watch.otlp import OtlpSender
-
-    return OtlpSender(settings)
-
-
-@dataclass(frozen=True, slots=True)
-class _Settling:
-    """A traced request that has ended just now."""
-
-    trace: RequestTrace
-    record: RequestRecord
-    ended_at: float
-    followed: bool  # whether its decisions were collected while it ran
-
-
 @dataclass(eq=False)
 class RequestTracing:
     """The traces of one gateway. Call `begin` and `finished` only while it is `active`."""
@@ -238,7 +211,8 @@ class RequestTracing:
     settle_seconds: float = SETTLE_SECONDS
 
     def __post_init__(self, settings: TracesSettings) -> None:
-        self._settling: list[_Settling] = []
+        self._settling: list[tuple[RequestTrace, RequestRecord, float, bool]] = []
+        """What has ended just now, when, and whether its decisions were collected meanwhile."""
         self._exporter: TraceExporter | None = None
         self._stopped: list[TraceExporter] = []  # earlier ones, which may still send what waited
         self._settings: TracesSettings | None = None
@@ -256,7 +230,18 @@ class RequestTracing:
             settings.share, settings.beyond_share, draw=self.rng.random, clock=self.clock
         )
         self.active = settings.endpoint is not None
-        self._export(settings)
+        self._stop_exporter()
+        if not self.active:
+            self._settling.clear()
+            self.decision_log.follow_none()
+            return
+
+        def open_sender() -> OtlpSender:
+            from gateway.watch.otlp import OtlpSender
+
+            return OtlpSender(settings)
+
+        self._exporter = TraceExporter(open_sender, self.counts)
 
     def begin(
         self, request_id: str, record: RequestRecord, headers: Headers, received_at: float
@@ -282,7 +267,7 @@ class RequestTracing:
             self.decision_log.take(request_id)
             self.counts.count(not_queued=1)
             return
-        self._settling.append(_Settling(trace, record, self.clock(), followed))
+        self._settling.append((trace, record, self.clock(), followed))
         if len(self._settling) == 1:
             asyncio.get_running_loop().call_later(self.settle_seconds, self._hand_over)
 
@@ -311,15 +296,6 @@ class RequestTracing:
         number = self.rng.getrandbits(128) or 1
         return RequestTrace(f"{number:032x}", None, request_id, received_at)
 
-    def _export(self, settings: TracesSettings) -> None:
-        """Send traces by these settings from now on, or none."""
-        self._stop_exporter()
-        if self.active:
-            self._exporter = TraceExporter(lambda: open_otlp_sender(settings), self.counts)
-        else:
-            self._settling.clear()
-            self.decision_log.follow_none()
-
     def _stop_exporter(self) -> None:
         self._stopped = [exporter for exporter in self._stopped if exporter.running]
         if self._exporter is not None:
@@ -332,14 +308,13 @@ class RequestTracing:
         exporter = self._exporter
         if not settling or exporter is None:
             return
-        missing = [one.trace.request_id for one in settling if not one.followed]
+        missing = [trace.request_id for trace, _, _, followed in settling if not followed]
         # Without the parts of several prompts: those were not meant to be traced.
         found = self.decision_log.find(missing) if missing else {}
         offset = time.time_ns() - round(self.clock() * 1e9)
-        for one in settling:
-            request_id = one.trace.request_id
-            if one.followed:
-                decisions = self.decision_log.take(request_id) or []
+        for trace, record, ended_at, followed in settling:
+            if followed:
+                decisions = self.decision_log.take(trace.request_id) or []
             else:
-                decisions = found[request_id].decisions
-            exporter.export(EndedRequest(one.trace, one.record, one.ended_at, decisions, offset))
+                decisions = found[trace.request_id].decisions
+            exporter.export(EndedRequest(trace, record, ended_at, decisions, offset))

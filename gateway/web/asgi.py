@@ -110,8 +110,7 @@ def asgi_app(
             allowed = sorted((error.headers or {})["Allow"].split(", "))
             own_error = errors.method_not_allowed(request.method, ", ".join(allowed))
         elif error.status_code == 404:
-            path = request.scope["path"]
-            own_error = errors.not_found(path, suggest(path))
+            own_error = errors.not_found(request.scope["path"], suggest(request.scope["path"]))
         else:
             own_error = GatewayError(error.status_code, "invalid_request", error.detail)
         return error_response(own_error, request.scope)
@@ -152,12 +151,6 @@ def _by_method(endpoints: Mapping[str, Endpoint]) -> Endpoint:
 
 def _has_encoded_slash(scope: Scope) -> bool:
     return b"%2f" in scope.get("raw_path", b"").lower()
-
-
-def _segments_apart(raw_path: bytes) -> str:
-    """The path with its segments decoded, but for `%2F` in them, which is part of a name."""
-    segments = raw_path.decode("latin-1").split("/")
-    return "/".join(unquote(one).replace("%", "%25").replace("/", "%2F") for one in segments)
 
 
 async def read_fields(
@@ -236,9 +229,9 @@ def number_parameter(
     return number
 
 
-def store_unavailable(message: str, retry_after: float = 5.0) -> GatewayError:
+def store_unavailable(message: str) -> GatewayError:
     """503: the store can't be read or written now; `message` says why."""
-    return GatewayError(503, "store_unavailable", message, retry_after=retry_after)
+    return GatewayError(503, "store_unavailable", message, retry_after=5.0)
 
 
 def error_response(error: GatewayError, scope: Scope) -> Response:
@@ -275,7 +268,9 @@ class _RequestIdMiddleware:
             await self._app(scope, receive, send)
             return
         if _has_encoded_slash(scope):
-            scope["path"] = _segments_apart(scope["raw_path"])
+            segments = map(unquote, scope["raw_path"].decode("latin-1").split("/"))
+            apart = (one.replace("%", "%25").replace("/", "%2F") for one in segments)
+            scope["path"] = "/".join(apart)
         request_id = x_request_id_of(scope["headers"]) or self._next_id()
         scope[X_REQUEST_ID_KEY] = request_id
 

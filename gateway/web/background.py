@@ -97,12 +97,6 @@ class StoreOptions(msgspec.Struct):
     webhook_url: object = None  # not checked yet
     metadata: Metadata | None = None
 
-    @property
-    def seconds(self) -> float | None:
-        """The seconds within which it must have ended."""
-        asked = self.background_options
-        return None if asked is None else COMPLETION_WINDOWS.get(asked.completion_window or "")
-
 
 _OPTION_NAMES = StoreOptions.__struct_fields__
 _OPTIONS = msgspec.json.Decoder(StoreOptions)
@@ -160,9 +154,10 @@ def body_to_run(
     Raises: GatewayError (400, 413).
     """
     kept: dict[str, Any] = {name: raw for name, raw in fields.items() if name not in OWN_FIELDS}
+    kept["stream"] = True
     if before:
-        return body_behind(before, fields, {**kept, "stream": True}, most_bytes)
-    body = msgspec.json.encode({**kept, "stream": True})
+        return body_behind(before, fields, kept, most_bytes)
+    body = msgspec.json.encode(kept)
     if len(body) > most_bytes:
         raise errors.body_too_large(most_bytes)
     return body
@@ -343,9 +338,8 @@ class Storing:
             if found is None:
                 return None
             body = found
-        if not context.prefers_async or ROUTES.get(route.path) is not route:
-            return body
-        if route.multipart or not route.takes_slot:
+        may_defer = ROUTES.get(route.path) is route and route.takes_slot and not route.multipart
+        if not (context.prefers_async and may_defer):
             return body  # Honouring it is always optional.
         await ensure_task()
         await _StoringRequest(self, served, context).defer(body)
@@ -354,13 +348,9 @@ class Storing:
 
 @dataclass(frozen=True, slots=True)
 class _StoringRequest:
-    """A request whose response may be kept or made later."""
-
     storing: Storing
     served: StorableRequest
     context: RequestContext
-
-    # Responses.
 
     async def respond(self, body: bytes) -> bytes | None:
         """Serve a request to `/v1/responses`: store the response if asked, then send it.
@@ -393,7 +383,9 @@ class _StoringRequest:
             webhook_url = self.storing.webhooks.check(caller.id, caller.group, options.webhook_url)
         batches = settings.batches
         keep = batches.background_keep if options.store is False else batches.keep
-        seconds = options.seconds or batches.windows.default
+        timing = options.background_options
+        window = None if timing is None else timing.completion_window
+        seconds = COMPLETION_WINDOWS.get(window or "", batches.windows.default)
         if not background and context.client_timeout is not None:
             seconds = min(seconds, context.client_timeout)
         asked = self._asked(request, RequestKind.RESPONSE, owner)
@@ -498,8 +490,6 @@ class _StoringRequest:
         else:
             self._send_json(200, response)
 
-    # Deferred requests.
-
     async def defer(self, body: bytes) -> None:
         """Take a request with `Prefer: respond-async`, and answer where its response will be."""
         context = self.context
@@ -520,8 +510,6 @@ class _StoringRequest:
         described = await background_object(row, requests, self.storing.queue)
         headers = [*accepted(row, described), (b"preference-applied", b"respond-async")]
         self._send_json(202, described, encode_headers(headers))
-
-    # Both.
 
     def _kept(self, what: str) -> BackgroundRequests:
         if self.storing.requests is None:
@@ -568,7 +556,6 @@ class _StoringRequest:
 
 
 def _error_of(row: StoredRow, response: JsonObject) -> GatewayError:
-    """The error of a response that a client has waited for."""
     if response["status"] == "cancelled":
         return GatewayError(409, "cancelled", "The response was cancelled.", retryable=False)
     if row.error_code == background_requests.SHUTTING_DOWN:
@@ -712,14 +699,18 @@ class StoredResponseEndpoints:
 
     async def show(self, request: HttpRequest) -> Response:
         """The response as it is now, or its events."""
-        after = _after(request)
+        after = request.query_params.get("starting_after")
+        if after is not None and _NUMBER.fullmatch(after) is None:
+            raise errors.invalid_request(
+                "'starting_after' must be the sequence number of an event.", "starting_after"
+            )
         requests, row = await self._row(request)
         if request.query_params.get("stream", "").lower() not in _TRUE:
             return JsonResponse(await requests.response(row))
         if request.method == "HEAD":
             return Response(media_type="text/event-stream", headers=_STREAM_HEADERS)
         # An error where they break off: a polite end would read as the response's.
-        events = requests.follow(row, after)
+        events = requests.follow(row, -1 if after is None else int(after))
         return _FollowedResponse(events, media_type="text/event-stream", headers=_STREAM_HEADERS)
 
     async def cancel(self, request: HttpRequest) -> Response:
@@ -774,24 +765,12 @@ class _FollowedResponse(StreamingResponse):
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send them."""
         try:
             await super().__call__(scope, receive, send)
         except (LogBroken, FileNotFoundError):
             scope["state"]["abort"]()
             while (await receive())["type"] != "http.disconnect":
                 pass
-
-
-def _after(request: HttpRequest) -> int:
-    word = request.query_params.get("starting_after")
-    if word is None:
-        return -1
-    if _NUMBER.fullmatch(word) is None:
-        raise errors.invalid_request(
-            "'starting_after' must be the sequence number of an event.", "starting_after"
-        )
-    return int(word)
 
 
 async def _place(response_id: str, items: Sequence[msgspec.Raw], numbers: range, after: str) -> int:

@@ -124,13 +124,9 @@ class BatchAccess:
     def checked(self, new: NewBatch, fields: BatchFields) -> NewBatch:
         """`new` with what both APIs take. Raises: GatewayError 400."""
         url = fields.webhook_url
-        return replace(
-            new,
-            window=fields.completion_window,
-            webhook_url=None
-            if url is None
-            else self.webhooks.check(new.owner, new.group_name, url),
-        )
+        if url is not None:
+            url = self.webhooks.check(new.owner, new.group_name, url)
+        return replace(new, window=fields.completion_window, webhook_url=url)
 
     async def progress(self, batch: Batch) -> tuple[BatchProgress | None, BatchWait | None]:
         """How far it is, and what it waits for; None while the store can't tell.
@@ -170,17 +166,21 @@ class BatchActions:
     async def resume(self, request: Request) -> Response:
         return await self._shown(request, await self._do(request, BatchRegistry.resume))
 
-    async def _do(
-        self,
-        request: Request,
-        act: Callable[[BatchRegistry, str, str, str], Awaitable[Batch]],
-    ) -> Batch:
+    async def _do(self, request: Request, act: Callable[..., Awaitable[Batch]]) -> Batch:
         named = await self._named(request)
         return await act(self.access.batches(), *named)
 
     async def _named(self, request: Request) -> tuple[str, str, str]:
         """Owner, id and API of the batch that the request is about. Raises: GatewayError."""
         return self.access.owner(request), self._id(request), self.api
+
+    async def results(self, request: Request) -> Response:
+        """The lines with a response, also before the end."""
+        return await self._lines(request)
+
+    async def errors(self, request: Request) -> Response:
+        """The lines with an error, also before the end."""
+        return await self._lines(request, of_errors=True)
 
     async def _lines(self, request: Request, *, of_errors: bool = False) -> Response:
         """The lines of a batch: the final file, or what there is so far. Raises: GatewayError."""
@@ -238,14 +238,6 @@ class BatchEndpoints(BatchActions):
             for one, wait in zip(page.batches, waits, strict=True)
         ]
         return JsonResponse({"object": "list", **listed(found, has_more=page.has_more)})
-
-    async def output(self, request: Request) -> Response:
-        """The lines with a response, also before the end."""
-        return await self._lines(request)
-
-    async def errors(self, request: Request) -> Response:
-        """The lines with an error, also before the end."""
-        return await self._lines(request, of_errors=True)
 
     async def _shown(self, request: Request, batch: Batch) -> Response:
         progress, wait = await self.access.progress(batch)

@@ -48,7 +48,7 @@ class FileEndpoints:
     callers: Callers
 
     async def upload(self, request: Request) -> Response:
-        file = await self.receive(request, self._owner(request))
+        file = await self.receive(request, self.callers.owner(request))
         if file is None:
             return Response(status_code=CLIENT_CLOSED_STATUS)  # Nobody reads it.
         return JsonResponse(file_object(file))
@@ -90,7 +90,7 @@ class FileEndpoints:
             )
 
     async def list(self, request: Request) -> Response:
-        owner, files = self._owner(request), self.files()
+        owner, files = self.callers.owner(request), self.files()
         query = request.query_params
         limit = page_limit(query.get("limit", str(LONGEST_PAGE)), LONGEST_PAGE)
         order = page_order(query.get("order", "desc"))
@@ -106,11 +106,11 @@ class FileEndpoints:
         return JsonResponse({"object": "list", **listed(found, has_more=page.has_more)})
 
     async def show(self, request: Request) -> Response:
-        owner, files = self._owner(request), self.files()
+        owner, files = self.callers.owner(request), self.files()
         return JsonResponse(file_object(await files.find(owner, _id(request))))
 
     async def content(self, request: Request) -> Response:
-        owner, files = self._owner(request), self.files()
+        owner, files = self.callers.owner(request), self.files()
         if request.method == "HEAD":
             file = await files.find(owner, _id(request))
             return Response(headers=content_headers(file.name, file.bytes))
@@ -118,7 +118,7 @@ class FileEndpoints:
         return ContentResponse(content, content_headers(content.name, content.size))
 
     async def delete(self, request: Request) -> Response:
-        owner, files = self._owner(request), self.files()
+        owner, files = self.callers.owner(request), self.files()
         id_ = _id(request)
         await files.delete(owner, id_)
         return JsonResponse({"id": id_, "object": "file", "deleted": True})
@@ -128,10 +128,6 @@ class FileEndpoints:
         if self.registry is None:
             raise no_store("files")
         return self.registry
-
-    def _owner(self, request: Request) -> str:
-        """Whose files the request is about. Raises: GatewayError 401, 403."""
-        return self.callers.owner(request)
 
 
 class FileObject(msgspec.Struct, kw_only=True):
@@ -235,7 +231,6 @@ class UploadForm:
         self.file_name: str | None = None  # the name of the file; None: none has come
         self._write_file = write_file
         self._begin_file = begin_file
-        self._count = 0
         self._name: str | None = None
         """The field that is being read; None: its bytes are the file's."""
         self._value = bytearray()
@@ -305,8 +300,7 @@ class UploadForm:
         return taken
 
     def _begin_field(self, raw_head: bytes) -> None:
-        self._count += 1
-        if self._count > MOST_FORM_FIELDS:
+        if len(self.values) + (self.file_name is not None) >= MOST_FORM_FIELDS:
             raise form_error(f"it has more than {MOST_FORM_FIELDS} fields")
         head = parse_field_head(raw_head)
         for line in head.lines:
@@ -326,7 +320,6 @@ class UploadForm:
         self._begin_file()
 
     def _add(self, content: bytes) -> None:
-        """Take some of the field's value."""
         if self._name is None:
             if content:
                 self._write_file(content)

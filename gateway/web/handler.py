@@ -61,7 +61,6 @@ from gateway.http.heads import (
     rate_limit_lines,
     stream_header_lines,
 )
-from gateway.lease import LeaseRequest
 from gateway.request.body import LARGE_BODY_BYTES, SMALL_BODY_BYTES, TimeSlicer, is_slow_to_parse
 from gateway.request.preparation import IncomingRequest, Request, read_in_turn, read_request
 from gateway.request.routes import ROUTES, Route, routes_of
@@ -137,13 +136,10 @@ class RequestHandler:
         self.closing = True
 
     def reject_requests(self) -> None:
-        """Refuse new requests with 503."""
         self.rejecting = True
 
 
 class _HandledRequest:
-    """One request and its response."""
-
     __slots__ = (
         "_allocation", "_body_size", "_context", "_edit_session", "_handler",
         "_heartbeat", "_in_flight", "_node_route", "_passed_on", "_reservation", "_rewriter",
@@ -182,7 +178,6 @@ class _HandledRequest:
             tracing.begin(self.request_id, self.record, exchange.headers, self.received_at)
 
     async def serve(self) -> None:  # noqa: PLR0912, PLR0915 - each call costs
-        """Read the request, forward it, and send the response."""
         record = self.record
         try:
             handler, settings = self._handler, self.config.settings
@@ -341,26 +336,21 @@ class _HandledRequest:
         id_, x_request_id = self.request_id, self.record.x_request_id
         return IncomingRequest(id_, x_request_id, self._node_route, body, context, self.received_at)
 
-    def _default_edit_session(self, request: LeaseRequest) -> str:
-        """Identifies an editor that names no session in a header."""
-        exchange, proxies = self.exchange, self.config.settings.listen.trusted_proxies
-        address = client_address(exchange.headers, exchange.peer_address, proxies)
-        return f"{request.caller.fairness_key} {address} {request.wanted.model}"
-
     def _evict(self, error: GatewayError) -> bool:
         """End the request with `error` if it is queued; returns whether it was."""
-        in_flight, queue = self._in_flight, self._handler.queue
-        ids = (
-            [self.request_id]
-            if in_flight is None or in_flight.sub_requests is None
-            else in_flight.sub_requests
-        )
-        return any(queue.shed(request_id, error) for request_id in ids)
+        parts = None if self._in_flight is None else self._in_flight.sub_requests
+        ids = [self.request_id] if parts is None else parts
+        return any(self._handler.queue.shed(request_id, error) for request_id in ids)
 
     def _supersede(self, in_flight: InFlightRequest) -> None:
         """End the earlier request of the same editor, whose response nobody reads any more."""
         asked, latest = in_flight.request.lease_request, self._handler.latest_edits
-        session = self._edit_session = asked.caller.session or self._default_edit_session(asked)
+        session = asked.caller.session
+        if not session:  # No header names one: an editor is known by its place.
+            exchange, proxies = self.exchange, self.config.settings.listen.trusted_proxies
+            address = client_address(exchange.headers, exchange.peer_address, proxies)
+            session = f"{asked.caller.fairness_key} {address} {asked.wanted.model}"
+        self._edit_session = session
         earlier, latest[session] = latest.get(session), in_flight
         if earlier is not None:
             error = errors.superseded()
@@ -388,8 +378,7 @@ class _HandledRequest:
         if not exchange.response_started:
             exchange.respond(response.status, header_lines + self.header_lines(), content)
         elif record.stream:  # an error: an answer would have a body stream
-            error = node_error(response)
-            exchange.end_response(self._error_event(error))
+            exchange.end_response(self._error_event(node_error(response)))
         else:
             exchange.end_response(content)
 
@@ -447,21 +436,17 @@ class _HandledRequest:
     def _send_error(self, error: GatewayError) -> None:
         """End with an error: as the response, or as an event once a stream has begun."""
         record, api, exchange = self.record, self.route.api, self.exchange
-        record.fail(error.status, error.code)
         if self._context is not None and self._context.may_name_nodes:
             error.reveal_nodes()
+        body = api.error_body(error, record.x_request_id)
         if exchange.response_started:
-            exchange.end_response(
-                self._error_event(error)
-                if record.stream
-                else api.error_body(error, record.x_request_id)
-            )
+            exchange.end_response(self._error_event(error) if record.stream else body)
             return
         if exchange.more_body:
             # The rest of the body must not be taken for the next request.
             exchange.close_after_response()
         header_lines = encode_headers(error_headers(error)) + self.header_lines()
-        exchange.respond(error.status, header_lines, api.error_body(error, record.x_request_id))
+        exchange.respond(error.status, header_lines, body)
 
     def _error_event(self, error: GatewayError) -> bytes:
         event = self.route.api.error_event(error, self.record.x_request_id)
@@ -529,13 +514,11 @@ class _HandledRequest:
 
     def _start_heartbeat(self, in_flight: InFlightRequest) -> Heartbeat | None:
         settings, handler = self.config.settings, self._handler
-        if not in_flight.request.stream:
-            if settings.heartbeat and settings.heartbeat_plain:
-                return Heartbeat(self, in_flight, handler, settings.heartbeat)
-        elif in_flight.prefill_progress is not None:
-            return ProgressHeartbeat(self, in_flight, handler, settings.heartbeat)
-        elif settings.heartbeat:
-            return Heartbeat(self, in_flight, handler, settings.heartbeat)
+        interval, first = settings.heartbeat, handler.progress_seconds
+        if in_flight.prefill_progress is not None:  # of a stream
+            return ProgressHeartbeat(self, in_flight, handler, interval, first)
+        if interval and (in_flight.request.stream or settings.heartbeat_plain):
+            return Heartbeat(self, in_flight, handler, interval, interval)
         return None
 
 
@@ -559,18 +542,19 @@ class Heartbeat:
         in_flight: InFlightRequest,
         handler: RequestHandler,
         interval: float,
+        first: float,
     ) -> None:
+        """`first`: seconds until the first one."""
         self._served = served
         self._in_flight = in_flight
         self._handler = handler
         self._interval = interval
         self._last_sent_at = 0.0
         self._loop = asyncio.get_running_loop()
-        self._handle = self._loop.call_later(self._first(), self._run)
+        self._handle = self._loop.call_later(first, self._run)
         served.exchange.set_heartbeat(self.send_now)
 
     def stop(self) -> None:
-        """Send no more."""
         self._handle.cancel()
         self._served.exchange.set_heartbeat(None)  # It refers to this object.
 
@@ -579,9 +563,6 @@ class Heartbeat:
         stream, writer = self._served.body_stream, self._served.writer
         if (stream is None or stream.is_open) and not (writer is not None and writer.failed):
             self._send(self._served.heartbeat)
-
-    def _first(self) -> float:
-        return self._interval
 
     def _run(self) -> None:
         self._handle = self._loop.call_later(self._beat(), self._run)
@@ -611,9 +592,9 @@ class Heartbeat:
         if exchange.response_started:
             exchange.write(make())
         else:
-            kind = JSON_HEADER_LINE
-            if served.record.stream:
-                kind = stream_header_lines(served.route.api)
+            kind = (
+                stream_header_lines(served.route.api) if served.record.stream else JSON_HEADER_LINE
+            )
             exchange.start_response(200, kind + served.header_lines(early=True), make())
             self._in_flight.note_response_started()
             handler.queue.keep_in_queue(self._in_flight.request.id)
@@ -623,9 +604,6 @@ class ProgressHeartbeat(Heartbeat):
     """The place in the queue or the progress of the prefill, for a client that asks for them."""
 
     __slots__ = ()
-
-    def _first(self) -> float:
-        return self._handler.progress_seconds
 
     def _beat(self) -> float:
         in_flight, handler, served = self._in_flight, self._handler, self._served

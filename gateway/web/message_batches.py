@@ -7,7 +7,6 @@ import hashlib
 import re
 from collections.abc import Callable, Generator
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -16,6 +15,7 @@ from starlette.responses import Response
 
 from gateway import errors
 from gateway.api.json_values import JSON_ERRORS, InvalidJson, parse_json
+from gateway.callers.windows import time_text
 from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
 from gateway.http.body_memory import body_parts, check_plain, content_length
 from gateway.stored.batch_registry import BatchRegistry
@@ -77,7 +77,7 @@ class MessageBatchEndpoints(BatchActions):
                 body.end()
                 asked = replace(
                     self.access.checked(new, read_batch_fields(body.fields, BatchFields)),
-                    request_digest=request_digest(ANTHROPIC, body.digest()),
+                    request_digest=request_digest(ANTHROPIC, body.digest.hexdigest()),
                 )
                 name = await batches.storage.on_disk(lines.finish)
             finally:
@@ -181,12 +181,12 @@ def message_batch_object(
             canceled=batch.cancelled,
             expired=batch.expired,
         ),
-        created_at=_time_text(batch.created_at),
-        expires_at=_time_text(batch.expires_at),
-        ended_at=None if batch.ended_at is None else _time_text(batch.ended_at),
+        created_at=time_text(batch.created_at, "auto"),
+        expires_at=time_text(batch.expires_at, "auto"),
+        ended_at=None if batch.ended_at is None else time_text(batch.ended_at, "auto"),
         cancel_initiated_at=None
         if batch.cancelling_at is None
-        else _time_text(batch.cancelling_at),
+        else time_text(batch.cancelling_at, "auto"),
         results_url=url,
         llama_gateway=figures_of(batch, progress, wait),
     )
@@ -206,10 +206,6 @@ def results_url(request: Request, batch: Batch) -> str | None:
     if request.url.scheme != "https" or not host:
         return path
     return f"https://{host}{path}"
-
-
-def _time_text(moment: float) -> str:
-    return datetime.fromtimestamp(moment, UTC).isoformat().replace("+00:00", "Z")
 
 
 def _too_large(most_bytes: int) -> GatewayError:
@@ -232,8 +228,6 @@ _LIST, _LIST_END, _OBJECT_END, _QUOTE = b'[]}"'
 
 
 class _Request(msgspec.Struct, forbid_unknown_fields=True):
-    """One of the requests."""
-
     custom_id: Annotated[str, msgspec.Meta(pattern=r"\A[a-zA-Z0-9_-]{1,64}\Z")]
     params: msgspec.Raw
 
@@ -262,16 +256,12 @@ class MessageBatchBody:
         self._lines: list[bytes] = []  # that were read of them
         self._reading = self._read()  # goes on with each `feed`
         self._is_complete = False
-        self._digest = hashlib.sha256()
+        self.digest = hashlib.sha256()  # of the bytes that have come
         self._ids: set[bytes] = set()  # digests of the ids: much smaller than the ids may be
-
-    def digest(self) -> str:
-        """SHA-256 of the bytes that have come, in hex digits."""
-        return self._digest.hexdigest()
 
     def feed(self, data: bytes) -> None:
         """Take the next bytes. Raises: GatewayError 400, and what `write` raises."""
-        self._digest.update(data)
+        self.digest.update(data)
         self._data, self._at = self._data[self._at :] + data, 0
         next(self._reading)
         if self._lines:
@@ -296,7 +286,13 @@ class MessageBatchBody:
         while not is_last:
             if (yield from self._next()) != _QUOTE:
                 raise _invalid_json("a key is expected")
-            self._take_key((yield from self._value()))
+            key = self._key = self._parsed((yield from self._value()))
+            if key in self._keys:
+                raise _invalid_json(f"it has '{self._shown_key()}' twice")
+            if key != "requests" and key not in OTHER_FIELDS:
+                shown = self._shown_key()
+                raise errors.invalid_request(f"{shown}: Extra inputs are not permitted", shown)
+            self._keys.add(key)
             yield from self._take(b":", "':' is expected")
             if self._key == "requests":
                 yield from self._read_requests()
@@ -374,17 +370,6 @@ class MessageBatchBody:
                 self._at = end
                 return self._data[begin:end]
             yield
-
-    def _take_key(self, value: bytes) -> None:
-        key = self._parsed(value)
-        assert isinstance(key, str)
-        self._key = key
-        if key in self._keys:
-            raise _invalid_json(f"it has '{self._shown_key()}' twice")
-        if key != "requests" and key not in OTHER_FIELDS:
-            shown = self._shown_key()
-            raise errors.invalid_request(f"{shown}: Extra inputs are not permitted", shown)
-        self._keys.add(key)
 
     def _shown_key(self) -> str:
         return errors.truncate_echo(self._key)

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import mimetypes
 import re
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -32,6 +31,7 @@ from gateway.callers.callers import MOST_IDENTITY_BYTES, cache_policy_of
 from gateway.callers.ended import OwnRequests, own_row
 from gateway.callers.limits import Accounts
 from gateway.callers.reports import CallerUsage
+from gateway.callers.windows import time_text
 from gateway.catalog import FleetCatalog, ServerFigures
 from gateway.config.keys import NodeLabels
 from gateway.config.listeners import CorsSpec
@@ -71,42 +71,20 @@ class KeptForCallers(NamedTuple):
     requests: BackgroundRequests | None = None
 
 
-def public_app(
-    handler: RequestHandler,
-    fleet: FleetCatalog,
-    usage: CallerUsage,
-    own_requests: OwnRequests | None,
-    caller_page: StaticPage,
-    *,
-    created: int,
-    kept: KeptForCallers = KeptForCallers(),  # noqa: B008 - immutable
-    standing_error: Callable[[], GatewayError | None] = lambda: None,
-) -> ASGIApp:
+def public_app(site: Site) -> ASGIApp:
     """The public listener's application, for all but POSTs to routed paths.
 
     Those go from the protocol straight to `handler.serve`; their routes here only make other
-    methods 405. `own_requests` is None where there is no store. `created`: that of every model, in
-    seconds since 1970. `standing_error`: as in `HealthEndpoints`.
+    methods 405.
     """
-    health = HealthEndpoints(fleet, handler.queue, lambda: handler.closing, standing_error)
-
-    access = batch_access(handler, kept)
-    callers = access.callers
-    site = Site(
-        handler, fleet, created, callers, health, usage, own_requests, caller_page,
-        FileEndpoints(kept.files, callers),
-        BatchEndpoints(access), MessageBatchEndpoints(access),
-        StoredResponseEndpoints(kept.requests, callers),
-        DeferredEndpoints(kept.requests, handler.queue, callers),
-    )  # fmt: skip
-    settings = handler.config.settings
+    settings = site.handler.config.settings
     own = routes_by_path(
         (one.method, one.path, one.endpoint(site)) for one in site_routes_of(settings)
     )
     own += [Route(page.path, site.page(page), methods=[page.method]) for page in pages_of(settings)]
     routed = [Route(path, _ServedByProtocol()) for path in routes_of(settings)]
     suggest = partial(suggest_path, ollama=settings.ollama)
-    return asgi_app([*routed, *own], handler.next_id, suggest=suggest)
+    return asgi_app([*routed, *own], site.handler.next_id, suggest=suggest)
 
 
 def batch_access(handler: RequestHandler, kept: KeptForCallers) -> BatchAccess:
@@ -139,23 +117,34 @@ class _ServedByProtocol:
         raise HTTPException(405, headers={"Allow": "POST"})
 
 
-@dataclass(frozen=True, slots=True)
 class Site:
-    """`/v1/models`, `/props`, and the pages of APIs."""
+    """`/v1/models`, `/props`, the pages of APIs, and the endpoints of all other own paths.
 
-    handler: RequestHandler
-    fleet: FleetCatalog
-    created: int  # the `created` of every model: seconds since 1970
-    callers: Callers
-    health: HealthEndpoints
-    caller_usage: CallerUsage
-    own_requests: OwnRequests | None
-    caller_page: StaticPage
-    files: FileEndpoints
-    batches: BatchEndpoints
-    message_batches: MessageBatchEndpoints
-    responses: StoredResponseEndpoints
-    deferred: DeferredEndpoints
+    `own_requests` is None where there is no store. `created`: that of every model, in seconds since
+    1970. `standing_error`: as in `HealthEndpoints`.
+    """
+
+    def __init__(
+        self,
+        handler: RequestHandler,
+        fleet: FleetCatalog,
+        usage: CallerUsage,
+        own_requests: OwnRequests | None,
+        caller_page: StaticPage,
+        *,
+        created: int,
+        kept: KeptForCallers = KeptForCallers(),  # noqa: B008 - immutable
+        standing_error: Callable[[], GatewayError | None] = lambda: None,
+    ) -> None:
+        access = batch_access(handler, kept)
+        self.handler, self.fleet, self.created = handler, fleet, created
+        self.caller_usage, self.own_requests = usage, own_requests
+        self.caller_page, self.callers = caller_page, access.callers
+        self.health = HealthEndpoints(fleet, handler.queue, lambda: handler.closing, standing_error)
+        self.files = FileEndpoints(kept.files, self.callers)
+        self.batches, self.message_batches = BatchEndpoints(access), MessageBatchEndpoints(access)
+        self.responses = StoredResponseEndpoints(kept.requests, self.callers)
+        self.deferred = DeferredEndpoints(kept.requests, handler.queue, self.callers)
 
     async def models(self, request: Request) -> Response:
         models = self._visible_models(request)
@@ -176,7 +165,20 @@ class Site:
         models = self._visible_models(request)
         name = request.query_params.get("model") or self.default_model(models)
         names = models.visible_names() if name is None else [self.check_name(request, models, name)]
-        return JsonResponse(props_response(models.servers_of(names)))
+        servers = models.servers_of(names)
+        context = _largest(server.context for server in servers)
+        # Sizes, but no paths and no templates.
+        return JsonResponse(
+            {
+                "default_generation_settings": {} if context is None else {"n_ctx": context},
+                "total_slots": sum(server.slots for server in servers),
+                "modalities": {
+                    "vision": any(server.has_vision for server in servers),
+                    "audio": any(server.has_audio for server in servers),
+                    "video": any(server.has_video for server in servers),
+                },
+            }
+        )
 
     def page(self, page: Page) -> Callable[[Request], Awaitable[Response]]:
         """The endpoint of an API's page."""
@@ -189,7 +191,11 @@ class Site:
                 if page.method == "POST"
                 else {}
             )
-            summaries = models.summaries(self.created) if models is not None else []
+            summaries = (
+                [models.summary(name, self.created) for name in models.visible_names()]
+                if models is not None
+                else []
+            )
             catalog = VisibleCatalog(summaries, partial(self._summary, request, models))
             answer = page.respond(catalog, body)
             return PlainTextResponse(answer) if isinstance(answer, str) else JsonResponse(answer)
@@ -302,7 +308,7 @@ SITE_ROUTES = (
     SiteRoute("POST", "/v1/batches/{id}/cancel", lambda site: site.batches.cancel),
     SiteRoute("POST", "/v1/batches/{id}/pause", lambda site: site.batches.pause),
     SiteRoute("POST", "/v1/batches/{id}/resume", lambda site: site.batches.resume),
-    SiteRoute("GET", "/v1/batches/{id}/output", lambda site: site.batches.output),
+    SiteRoute("GET", "/v1/batches/{id}/output", lambda site: site.batches.results),
     SiteRoute("GET", "/v1/batches/{id}/errors", lambda site: site.batches.errors),
     SiteRoute("POST", "/v1/messages/batches", lambda site: site.message_batches.create),
     SiteRoute("GET", "/v1/messages/batches", lambda site: site.message_batches.list),
@@ -387,11 +393,9 @@ def suggest_path(path: str, *, ollama: bool = False) -> str:
         # Without `/v1`, or behind a prefix such as Azure's.
         short = served.removeprefix("/v1")
         if path in {served, short} or path.endswith((served, *_SUFFIXES.intersection({short}))):
-            return _advise(served)
-    return _SERVED_SUMMARY
-
-
-def _advise(served: str) -> str:
+            break
+    else:
+        return _SERVED_SUMMARY
     route = ROUTES.get(served)
     if served.startswith("/v1/messages/") or (route is not None and route.api.clients_add_v1):
         return f"Use {served}: set base_url to http://HOST:PORT (clients of Anthropic add /v1)."
@@ -458,10 +462,6 @@ class VisibleModels:
         meta = {key: size for key, size in sizes.items() if size is not None}
         return ModelObject(id=name, created=created, meta=meta or UNSET)
 
-    def summaries(self, created: int) -> list[ModelSummary]:
-        """All visible models."""
-        return [self.summary(name, created) for name in self.visible_names()]
-
     def summary(self, name: str, created: int) -> ModelSummary:
         """A model for APIs that describe models. `created` is in seconds since 1970."""
         servers = self.servers_of([name])
@@ -499,32 +499,16 @@ class AnthropicModelObject(ModelObject, kw_only=True):
 
 def with_anthropic_fields(model: ModelObject) -> AnthropicModelObject:
     """The model, with the fields that Anthropic's clients read."""
-    created = datetime.fromtimestamp(model.created, UTC).isoformat().replace("+00:00", "Z")
     return AnthropicModelObject(
         id=model.id,
         created=model.created,
         meta=model.meta,
         display_name=model.id,
-        created_at=created,
+        created_at=time_text(model.created),
     )
 
 
-def props_response(servers: Sequence[ServerFigures]) -> dict[str, Any]:
-    """The body of `/props` for these servers: sizes, but no paths and no templates."""
-    context = _largest(server.context for server in servers)
-    return {
-        "default_generation_settings": {} if context is None else {"n_ctx": context},
-        "total_slots": sum(server.slots for server in servers),
-        "modalities": {
-            "vision": any(server.has_vision for server in servers),
-            "audio": any(server.has_audio for server in servers),
-            "video": any(server.has_video for server in servers),
-        },
-    }
-
-
 def _largest(sizes: Iterable[int | None]) -> int | None:
-    """The largest of those that are known."""
     return max((size for size in sizes if size is not None), default=None)
 
 
@@ -559,7 +543,6 @@ class StaticPage:
         mimetypes.init()  # It reads files, at the first response otherwise.
 
     async def page(self, request: Request) -> Response:
-        """The page itself."""
         return await self._response(request, self._name)
 
     async def file(self, request: Request) -> Response:

@@ -19,10 +19,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from gateway.admin.app import ADMIN_ROUTES, INDEX_PAGE
 from gateway.admin.nodes import LONGEST_DRAIN_DEADLINE, MOST_COLUMNS, DrainDeadlines, heat_map
 from gateway.admin.status import MOST_LISTED_WAITING, WHOLE_SECONDS
-from gateway.admin.why import MOST_LANES, SlotSpan, TimelineEndpoint, sample_of
+from gateway.admin.why import MOST_LANES, RequestEndpoints, SlotSpan, sample_of
 from gateway.callers.keys import AdminRole, new_key
 from gateway.forward.in_flight import InFlightRegistry
 from gateway.nodes.prompt_cache import PrefixHits
+from gateway.watch.history import FleetHistory
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.emulator.routed_model import HostMemory, ModelFile
@@ -973,8 +974,11 @@ def spans(
     gateway: BareGateway, after: float = 0.0, *, shows_callers: bool = True
 ) -> list[SlotSpan]:
     name_of = gateway.key_sync.key_ring.name_of
-    endpoint = TimelineEndpoint(gateway.scheduler, lambda: UNIX + now(), name_of)
-    return endpoint.read(after, shows_callers=shows_callers).spans
+    history = FleetHistory(gateway.bus)
+    endpoints = RequestEndpoints(
+        gateway.registry, gateway.scheduler, history, lambda: UNIX + now(), None, name_of
+    )
+    return endpoints.read_timeline(after, shows_callers=shows_callers).spans
 
 
 @in_virtual_time

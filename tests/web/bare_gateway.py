@@ -17,7 +17,7 @@ from gateway.admin.app import caller_page
 from gateway.config.inventory import NodeSpec
 from gateway.events import RequestRecord
 from gateway.nodes.node import Node
-from gateway.web.site import public_app
+from gateway.web.site import Site, public_app
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 from tests.nodes.build import QUICK, a_spec
@@ -37,9 +37,8 @@ class BareGateway:
         self.registry, self.handler = gateway.registry, gateway.handler
         self.config_files, self.key_sync = gateway.config_files, gateway.key_sync
         usage = gateway.metering.caller_usage()
-        self.site: ASGIApp = public_app(
-            self.handler, self.fleet, usage, None, caller_page(), created=0
-        )
+        site = Site(self.handler, self.fleet, usage, None, caller_page(), created=0)
+        self.site: ASGIApp = public_app(site)
         self.public, self.admin = running.client, running.admin
         self.ended: list[RequestRecord] = []
         self.bus.subscribe(RequestRecord, self.ended.append)
