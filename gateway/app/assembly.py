@@ -60,7 +60,6 @@ from gateway.callers.key_desk import group_warnings
 from gateway.callers.keys import AdminKeys
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.inventory import Inventory, load_inventory
-from gateway.config.listeners import LimitSettings
 from gateway.config.settings import RejectedFiles, Settings, changed_restart_keys, load_settings
 from gateway.config.versions import FileKind
 from gateway.config.watch import changed_files, file_stamps
@@ -588,7 +587,7 @@ class Gateway:
             self._serve_public,
             public_sock,
             protocol=protocol_class(
-                _with_connections(limits, most_public),
+                limits.model_copy(update={"connections": most_public}),
                 self.handler.serve,
                 listen.trusted_proxies,
                 routes=self._routes,
@@ -618,7 +617,7 @@ class Gateway:
             relayed=None if cluster is None else partial(cluster.relayed, kind="admin"),
         )
         protocol = protocol_class(
-            _with_connections(limits, most_admin),
+            limits.model_copy(update={"connections": most_admin}),
             linger_seconds=self.timings.linger,
             turn=self._turn_limit,
         )
@@ -759,10 +758,6 @@ class Gateway:
         labels = (node.spec.labels for node in self.fleet.nodes.values())
         for warning in startup.empty_pools(self.settings, labels):
             log.warning("pool", warning=warning)
-
-
-def _with_connections(limits: LimitSettings, connections: int) -> LimitSettings:
-    return limits.model_copy(update={"connections": connections})
 
 
 class FileReloader(ConfigFiles):

@@ -238,7 +238,9 @@ async def start_successor(
         # systemd's variables that name this process.
         if name not in {"LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "WATCHDOG_PID"}
     }
-    key_reader = _pipe_with(hash_key)
+    key_reader, key_writer = os.pipe()
+    os.write(key_writer, hash_key)  # which fits into its buffer
+    os.close(key_writer)
     passed = [*numbers.values(), writer, key_reader]
     environment |= extra_environment or {}
     environment[HASH_KEY_VARIABLE] = str(key_reader)
@@ -273,16 +275,6 @@ async def start_successor(
         return process
     finally:
         os.close(reader)
-
-
-def _pipe_with(data: bytes) -> int:
-    """The reading end of a pipe that holds `data`, which fits into its buffer."""
-    reader, writer = os.pipe()
-    try:
-        os.write(writer, data)
-    finally:
-        os.close(writer)
-    return reader
 
 
 async def _wait_until_ready(reader: int) -> None:

@@ -143,7 +143,8 @@ def _compose(root: dict[str, Any]) -> Iterator[_Server]:
     for name, (service, text) in (engines or services).items():
         own = _PORT.search(text)
         url = f"http://{name}:{own[1] if own else '8080'}"
-        for mapped in islice(_listed(service.get("ports")), 1):
+        ports = service.get("ports")
+        for mapped in ports[:1] if isinstance(ports, list) else ():
             # `8081:8080`, with or without an address before it.
             outer = mapped.get("published") if isinstance(mapped, dict) else str(mapped)
             parts = str(outer or "").split(":")
@@ -151,10 +152,6 @@ def _compose(root: dict[str, Any]) -> Iterator[_Server]:
         kind = "" if "llama" in text else "openai"
         kind = _ON_DEMAND if "ollama" in text or "llama-swap" in text else kind
         yield _Server(name, url, kind)
-
-
-def _listed(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 def _text(command: object) -> str:

@@ -640,7 +640,7 @@ _EMPTY_REMEDY = "write the settings into it; {} stands for the defaults, which n
 
 def load_settings(
     path: Path | None,
-    env: Mapping[str, str] | None = None,
+    env: Mapping[str, str] = os.environ,
     *,
     rejected: RejectedFiles = "nothing",
     text: str | None = None,
@@ -657,7 +657,6 @@ def load_settings(
     """
     if path is None:
         return Settings()
-    env = os.environ if env is None else env
     source = yaml_file.read_yaml(path, env, text)
     root = source.root
     if foreign := foreign_problem(source, "settings"):
@@ -678,14 +677,13 @@ def load_settings(
 
 
 def load_admin(
-    path: Path, needed: Collection[str], env: Mapping[str, str] | None = None
+    path: Path, needed: Collection[str], env: Mapping[str, str] = os.environ
 ) -> AdminSettings:
     """Read some keys of `admin`, from a file in which others are wrong.
 
     For commands that ask a gateway which serves on with the settings that it has. Raises
     ConfigError with the problems of these keys.
     """
-    env = os.environ if env is None else env
     source = yaml_file.read_yaml(path, env)
     root = source.root.tree
     entry = root.entries.get("admin") if isinstance(root, YamlMapping) else None
