@@ -296,7 +296,6 @@ class Gateway:
         return None if self.settings.cluster is None else self.settings.cluster.member_name
 
     def _told_name(self, key_id: str) -> str | None:
-        """The name of a key, if metrics are to have it."""
         return self.key_ring.name_of(key_id) if self.settings.telemetry.key_names else None
 
     # Start, shutdown and handover.
@@ -738,7 +737,6 @@ class Gateway:
         return change
 
     def _configure_events(self) -> None:
-        """Have events counted and logged as the settings say."""
         logging = self.settings.logging
         self.metrics.configure(gen_ai=self.settings.telemetry.gen_ai_metrics)
         self._event_log.configure(logging.access_share if logging.access else 0.0)
@@ -846,7 +844,6 @@ class FileReloader(ConfigFiles):
         return False
 
     async def _keep(self, kind: FileKind, text: str | None) -> None:
-        """Keep a text that is in force from now on."""
         history = self.histories.get(kind)
         if text is None or history is None:
             return

@@ -172,7 +172,6 @@ def _adopt_socket(number: int) -> socket.socket:
 
 
 def _inherited_pipe(number: str | None) -> int | None:
-    """The pipe of this number; None: there is none."""
     if number is None:
         return None
     os.set_inheritable(int(number), False)

@@ -944,8 +944,6 @@ class NodeDays(Section):
 
 @dataclass(slots=True)
 class _DecisionsOfRow:
-    """Decisions that one row holds."""
-
     key: str
     decisions: list[Decision] = field(default_factory=list)
     compared: int = 0

@@ -658,12 +658,9 @@ class KeySync:
                 log.warning("stored keys are unknown", why=error.message, remedy=error.remedy)
                 return
             if saved.saved_at is not None:
-                at = (
-                    datetime.fromtimestamp(saved.saved_at)
-                    .astimezone()
-                    .isoformat(timespec="seconds")
-                )
-                log.warning("stored keys as last known", of=at, why=str(error))
+                at = datetime.fromtimestamp(saved.saved_at).astimezone()
+                of = at.isoformat(timespec="seconds")
+                log.warning("stored keys as last known", of=of, why=str(error))
             else:
                 log.warning("no key was ever stored", why=error.message, remedy=error.remedy)
             self._take(saved)

@@ -48,8 +48,6 @@ _LLAMA_SWAP_NOTES = (
 
 
 class _Server(NamedTuple):
-    """A server, as far as the file tells it."""
-
     name: str
     url: str
     kind: str = ""

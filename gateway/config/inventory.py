@@ -456,14 +456,14 @@ def load_inventory(
     # The defaults are checked even if no node takes them.
     needed = {"name": "node", "url": "http://node"}
     given = {key: YamlEntry(YamlScalar(value), 0, "") for key, value in needed.items()}
-    checked = yaml_file.mapping_of({**defaults.entries, **given})
+    checked = YamlMapping({**defaults.entries, **given})
     problems += yaml_file.validate(NodeSpec, source, YamlEntry(checked, 0, "defaults"), env)[1]
 
     nodes: list[NodeSpec] = []
     values = 0
     for entry in entries:
         merged = _with_defaults(defaults, entry)
-        values += merged.tree.value_count
+        values += yaml_file.measure(merged.tree)[0]
         if values > MOST_VALUES:
             problems.append(
                 Problem(path, entry.line, entry.key, f"more than {MOST_VALUES} values in all")
@@ -534,7 +534,7 @@ def _read_top_level(
             report(root, "the file is empty", "write nodes: []")
         else:
             report(root, "must be a mapping", f"write nodes: and below it {_EXAMPLE}")
-        return yaml_file.mapping_of({}), ()
+        return YamlMapping({}), ()
     for key, entry in root.tree.entries.items():
         if key not in {"defaults", "nodes"}:
             remedy = yaml_file.unknown_key_remedy(key, ("defaults", "nodes"))
@@ -547,14 +547,14 @@ def _read_top_level(
 def _defaults(root: YamlMapping, report: Callable[..., None]) -> YamlMapping:
     given = root.entries.get("defaults")
     if given is None or given.tree == YamlScalar(None):
-        return yaml_file.mapping_of({})
+        return YamlMapping({})
     if not isinstance(given.tree, YamlMapping):
         report(given, "must be a mapping", "of keys for every node")
-        return yaml_file.mapping_of({})
+        return YamlMapping({})
     for key in _NO_DEFAULTS:
         if key in given.tree.entries:
             report(given.tree.entries[key], "can't be a default", "each node has its own")
-    return yaml_file.mapping_of(
+    return YamlMapping(
         {key: one for key, one in given.tree.entries.items() if key not in _NO_DEFAULTS}
     )
 
@@ -583,7 +583,7 @@ def _with_defaults(defaults: YamlMapping, entry: YamlEntry) -> YamlEntry:
         if any(key in entry.tree.entries for key in pair):
             for key in pair:
                 own_defaults.pop(key, None)
-    return YamlEntry(_merged(yaml_file.mapping_of(own_defaults), entry.tree), entry.line, entry.key)
+    return YamlEntry(_merged(YamlMapping(own_defaults), entry.tree), entry.line, entry.key)
 
 
 def _merged(below: YamlMapping, above: YamlMapping) -> YamlMapping:
@@ -594,4 +594,4 @@ def _merged(below: YamlMapping, above: YamlMapping) -> YamlMapping:
         if key != "model" and under is not None and isinstance(tree, YamlMapping):
             tree = _merged(under.tree, tree) if isinstance(under.tree, YamlMapping) else tree
         entries[key] = YamlEntry(tree, entry.line, entry.key)
-    return yaml_file.mapping_of(entries)
+    return YamlMapping(entries)

@@ -664,7 +664,7 @@ def load_settings(
     if root.tree == YamlScalar(None):
         if rejected == "empty" or (rejected == "blank" and source.blank and path.is_file()):
             raise ConfigError([Problem(path, 0, "", "the file is empty", _EMPTY_REMEDY)])
-        root = YamlEntry(yaml_file.mapping_of({}), root.line, root.key)
+        root = YamlEntry(YamlMapping({}), root.line, root.key)
     problems = list(source.problems)
     if not isinstance(root.tree, YamlMapping):
         remedy = "write keys with values, such as queue: {max: 100}"
@@ -700,10 +700,8 @@ def load_admin(
         if tls is not None and isinstance(tls.tree, YamlMapping) and "cert" in tls.tree.entries:
             # A client has no use for the certificate's key, which it may not be able to read.
             cert = tls.tree.entries["cert"]
-            kept["tls"] = YamlEntry(
-                yaml_file.mapping_of({"cert": cert, "key": cert}), tls.line, tls.key
-            )
-        entry = YamlEntry(yaml_file.mapping_of(kept), entry.line, entry.key)
+            kept["tls"] = YamlEntry(YamlMapping({"cert": cert, "key": cert}), tls.line, tls.key)
+        entry = YamlEntry(YamlMapping(kept), entry.line, entry.key)
     admin, wrongs = yaml_file.validate(AdminSettings, source, entry, env)
     if problems or wrongs or admin is None:
         raise ConfigError(yaml_file.first_of_each_place([*problems, *wrongs]))

@@ -49,26 +49,20 @@ class YamlScalar:
 
     value: ScalarValue
     raw_text: str | None = None
-    value_count: int = 1
-    depth: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class YamlList:
-    """A list, the number of values in it, itself included, and how deep they are nested."""
+    """A list."""
 
     entries: tuple[YamlEntry, ...]
-    value_count: int
-    depth: int
 
 
 @dataclass(frozen=True, slots=True)
 class YamlMapping:
-    """A mapping, counted as a list is; its keys are texts, whatever they look like."""
+    """A mapping; its keys are texts, whatever they look like."""
 
     entries: Mapping[str, YamlEntry]
-    value_count: int
-    depth: int
 
 
 YamlTree = YamlScalar | YamlList | YamlMapping
@@ -94,17 +88,13 @@ class YamlDocument:
     """Whether the file is empty, without even a comment."""
 
 
-def mapping_of(entries: Mapping[str, YamlEntry]) -> YamlMapping:
-    """Build a mapping from entries that may come from several places."""
-    return YamlMapping(entries, *_measure(entries.values()))
-
-
-def _measure(entries: Iterable[YamlEntry]) -> tuple[int, int]:
-    value_count, depth = 1, 0
-    for entry in entries:
-        value_count += entry.tree.value_count
-        depth = max(depth, entry.tree.depth)
-    return value_count, depth + 1
+def measure(tree: YamlTree) -> tuple[int, int]:
+    """How many values are in a tree, itself included, and how deep they are nested."""
+    if isinstance(tree, YamlScalar):
+        return 1, 1
+    entries = tree.entries if isinstance(tree, YamlList) else tree.entries.values()
+    counts, depths = zip((1, 0), *(measure(one.tree) for one in entries), strict=True)
+    return sum(counts), 1 + max(depths)
 
 
 def to_plain(tree: YamlTree, longest: int | None = None) -> object:
@@ -158,6 +148,8 @@ def read_text(path: Path, most: int = MOST_FILE_BYTES) -> str:
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
+_TOO_DEEP = f"nested deeper than {MOST_NESTING} levels"
+
 _TEXT_TAG, _NO_TAG = "tag:yaml.org,2002:str", "a tag but !!str is not supported"
 
 _ANCHOR = re.compile(r"[\w-]{1,64}")
@@ -199,6 +191,8 @@ class _TreeBuilder:
 
     def _entry(self, event: NodeEvent, line: int, path: str) -> YamlEntry:
         """Read the value that an event begins."""
+        if self._nesting == MOST_NESTING:
+            raise self._fatal(event, _TOO_DEEP)
         tree: YamlTree
         match event:
             case AliasEvent():
@@ -221,30 +215,28 @@ class _TreeBuilder:
         tree = self._anchors[name]
         if tree is None:
             raise self._fatal(event, f"the alias *{name} is inside of what it stands for")
-        self._values += tree.value_count
+        count, depth = measure(tree)
+        self._values += count
+        if self._nesting + depth > MOST_NESTING:
+            raise self._fatal(event, _TOO_DEEP)
         return tree
 
     def _collection(self, event: CollectionStartEvent, line: int, path: str) -> YamlTree:
-        is_mapping = isinstance(event, MappingStartEvent)
         if event.tag is not None:
             self._problem(line, path, _NO_TAG, "remove it")
         if event.anchor is not None:
             self._anchors[event.anchor] = None
-        tree: YamlTree | None = None
-        if self._nesting < MOST_NESTING:
-            self._nesting += 1
-            tree = self._mapping(path) if is_mapping else self._list(path)
-            self._nesting -= 1
-        # Aliases nest deeper than the file's text.
-        if tree is None or tree.depth > MOST_NESTING:
-            raise self._fatal(event, f"nested deeper than {MOST_NESTING} levels")
+        self._nesting += 1
+        is_mapping = isinstance(event, MappingStartEvent)
+        tree = self._mapping(path) if is_mapping else self._list(path)
+        self._nesting -= 1
         return tree
 
     def _list(self, path: str) -> YamlList:
         items: list[YamlEntry] = []
         while isinstance(event := next(self._events), NodeEvent):
             items.append(self._entry(event, _line(event), f"{path}[{len(items)}]"))
-        return YamlList(tuple(items), *_measure(items))
+        return YamlList(tuple(items))
 
     def _mapping(self, path: str) -> YamlMapping:
         entries: dict[str, YamlEntry] = {}
@@ -263,7 +255,7 @@ class _TreeBuilder:
             entries.setdefault(key, entry)
         if merge := entries.pop("<<", None):
             self._merge(merge, entries)
-        return mapping_of(entries)
+        return YamlMapping(entries)
 
     def _merge(self, merge: YamlEntry, entries: dict[str, YamlEntry]) -> None:
         """Add the entries of the mappings that `<<` names; a mapping's own keys come first."""
@@ -608,7 +600,6 @@ def error_words(
 
 
 def _add_remedy(key: str, model: type[ConfigModel]) -> str:
-    """Write the remedy for a missing key."""
     field = keys_of(model).get(key)
     if field is None:
         return "add it"
