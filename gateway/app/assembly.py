@@ -44,17 +44,9 @@ from gateway.app.event_loop import (
     run_event_loop,
     wait_for_first,
 )
-from gateway.app.handover import InheritedState, inherit_from_environment
 from gateway.app.learnt import LearntMemory
 from gateway.app.metering import Metering
-from gateway.app.startup import (
-    Options,
-    StartError,
-    check_extras,
-    check_fit,
-    load_checked,
-    reread_admin_key,
-)
+from gateway.app.startup import Options, StartError
 from gateway.callers.callers import is_loopback
 from gateway.callers.key_desk import group_warnings
 from gateway.callers.keys import AdminKeys
@@ -894,8 +886,8 @@ class FileReloader(ConfigFiles):
             text = await asyncio.to_thread(_text_of, path)
             loaded = await asyncio.to_thread(load_settings, path, rejected=rejected, text=text)
             settings = self._options.apply_to(loaded)
-            admin_key = await asyncio.to_thread(reread_admin_key, settings.admin.key_file)
-            check_extras(settings, path)
+            admin_key = await asyncio.to_thread(startup.reread_admin_key, settings.admin.key_file)
+            startup.check_extras(settings, path)
             await self._check_fit(settings, self._inventory)
         except (ConfigError, OSError) as error:
             self.settings_error = str(error)
@@ -915,13 +907,13 @@ class FileReloader(ConfigFiles):
 
         def check(settings: Settings, inventory: Inventory) -> None:
             try:
-                check_fit(settings, inventory, *files)
+                startup.check_fit(settings, inventory, *files)
             except ConfigError as error:
                 try:
                     settings, inventory = load_settings(files[0]), load_inventory(files[1])
                 except (ConfigError, OSError):
                     raise error from None
-                check_fit(settings, inventory, *files)
+                startup.check_fit(settings, inventory, *files)
 
         if inventory is not None:
             await asyncio.to_thread(check, settings, inventory)
@@ -947,9 +939,9 @@ def load_certificates(settings: Settings, fleet: Fleet, audit: AuditTrail) -> Ce
 
 def run(options: Options) -> int:
     """Serve until a signal ends the process; returns its exit status. Raises: StartError."""
-    inherited = inherit_from_environment()
+    inherited = handover.inherit_from_environment()
     options = inherited.apply_to(options)
-    settings, inventory = load_checked(options, allow_empty=not inherited.customised)
+    settings, inventory = startup.load_checked(options, allow_empty=not inherited.customised)
     with set_up_logging(settings.logging.level, settings.logging.format) as logs:
         return run_event_loop(serve(options, settings, inventory, logs, inherited=inherited))
 
@@ -961,7 +953,7 @@ async def serve(
     logs: Logs,
     on_ready: Callable[[Gateway], None] | None = None,
     *,
-    inherited: InheritedState | None = None,
+    inherited: handover.InheritedState | None = None,
 ) -> int:
     """Serve until a signal ends the process; returns its exit status. Raises: StartError.
 

@@ -82,13 +82,10 @@ class InheritedState:
         It is removed from `sockets`.
         """
         sock = self.sockets.get(name)
-        if sock is None:
-            return None
-        host, port = sock.getsockname()[:2]
-        if not any(host == wanted and number in {0, port} for wanted, number in addresses):
-            return None
-        del self.sockets[name]
-        return sock
+        host, port = (None, 0) if sock is None else sock.getsockname()[:2]
+        if any(host == wanted and number in {0, port} for wanted, number in addresses):
+            return self.sockets.pop(name)
+        return None
 
     async def wait_for_learnt(self) -> None:
         """Wait until the predecessor has written what it has learnt. The caller sets a limit."""

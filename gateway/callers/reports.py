@@ -18,6 +18,7 @@ import heapq
 import io
 import math
 import re
+import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -46,7 +47,7 @@ from sqlalchemy import (
 from gateway.callers import money
 from gateway.callers.limits import Accounts, LimitBook
 from gateway.callers.processes import LOST
-from gateway.callers.stored_keys import key_names
+from gateway.callers.stored_keys import key_names, revision_of
 from gateway.callers.windows import DAY, date_of, percentile, time_class, time_text
 from gateway.config.errors import safe_cell
 from gateway.config.fields import parse_duration
@@ -353,7 +354,7 @@ class LedgerReport:
         if self._at is None:
             self._groups, self.nodes, self._at = {}, {}, self.query.since
             self._latencies = {}
-            self._revision = _revision(connection)
+            self._revision = revision_of(connection, ROLLED_UP)
         ended = usage.c.ended_at
         later = self._of_caller(select(ended).where(ended < self.query.until), usage)
         end = end_of_step(connection, later, self._at, self.rows_per_step)
@@ -367,7 +368,7 @@ class LedgerReport:
             return False
         self._read_days(connection)
         self.hours = self._read_hours(connection)
-        if _revision(connection) != self._revision:
+        if revision_of(connection, ROLLED_UP) != self._revision:
             self._restarts += 1
             self._at = None
             if self._restarts > MOST_RESTARTS:
@@ -529,11 +530,6 @@ def end_of_step(connection: Connection, ends: Select[Any], start: float, rows: i
         # More requests than a step takes ended at the same time.
         end = connection.scalar(ends.where(ended > start).limit(1))
     return None if end is None else float(end)
-
-
-def _revision(connection: Connection) -> int:
-    statement = select(revisions.c.number).where(revisions.c.name == ROLLED_UP)
-    return connection.scalar(statement) or 0
 
 
 @dataclass(eq=False)
@@ -965,15 +961,11 @@ class Retention:
 
     def __post_init__(self) -> None:
         self.worker = StoreWorker(
-            self._one_pass,
+            self.keep_within_limits,
             PASS_INTERVAL,
             first=FIRST_PASS,
             on_away=lambda why: log.warning("old usage stays", why=why),
         )
-
-    async def _one_pass(self) -> None:
-        if gone := await self.keep_within_limits():
-            log.info("old usage summed by day", rows=gone)
 
     async def keep_within_limits(self) -> int:
         """Turn into sums what is too old, then the oldest of what is too many; returns how many.
@@ -985,7 +977,7 @@ class Retention:
         youngest = now - YOUNGEST
         if settings.days:
             before = (now // DAY - settings.days) * DAY
-            gone += await self._roll_up(min(before, youngest), None)
+            gone += await self._roll_up(min(before, youngest))
         if settings.rows:
             start: float | None = 0.0
             rows = 0
@@ -995,16 +987,17 @@ class Retention:
                 await asyncio.sleep(BATCH_PAUSE)
             gone += await self._roll_up(youngest, rows - settings.rows)
         if gone:
+            log.info("old usage summed by day", rows=gone)
             for _ in range(MOST_VACUUMS):
                 if not await run(give_back_pages):
                     break
                 await asyncio.sleep(BATCH_PAUSE)
         return gone
 
-    async def _roll_up(self, before: float, most: int | None) -> int:
+    async def _roll_up(self, before: float, most: int = sys.maxsize) -> int:
         gone = 0
-        while most is None or gone < most:
-            rows = BATCH_ROWS if most is None else min(BATCH_ROWS, most - gone)
+        while gone < most:
+            rows = min(BATCH_ROWS, most - gone)
             async with self.reporter.reading:
                 done = await self.reporter.store.run(partial(roll_up, before=before, rows=rows))
             gone += done

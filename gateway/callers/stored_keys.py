@@ -125,9 +125,9 @@ def group_not_found(name: str) -> GatewayError:
 # Jobs of the store's thread.
 
 
-def keys_revision(connection: Connection) -> int:
-    """The number of the last change of keys or groups; 0: there was none."""
-    asked = select(revisions.c.number).where(revisions.c.name == KEYS_REVISION)
+def revision_of(connection: Connection, name: str = KEYS_REVISION) -> int:
+    """The number of the last change of keys or groups, or of this name; 0: there was none."""
+    asked = select(revisions.c.number).where(revisions.c.name == name)
     return int(connection.scalar(asked) or 0)
 
 
@@ -424,7 +424,6 @@ LARGEST_FILE = 128 << 20  # bytes; 100,000 keys of 1 KiB each fit
 # Seconds until a file that could not be written is tried again; then twice as long each time.
 FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 60.0
-_PRIVATE = 0o600
 
 
 class _FileKey(msgspec.Struct):
@@ -506,7 +505,7 @@ class LastKnownKeys:
         }
         whole = _KeysFile(FILE_VERSION, _store_id(self.location), self.now(), current, in_json)
         try:
-            write_state(path, whole, mode=_PRIVATE)
+            write_state(path, whole, mode=0o600)
         except OSError as error:
             self._unsaved = keys, groups
             self._failed(path, current, str(error))
@@ -738,7 +737,7 @@ class KeySync:
 
     def _read_changes(self, connection: Connection) -> KnownKeys | None:
         """What the store has; None: it is what it was. On the store's thread."""
-        revision = keys_revision(connection)
+        revision = revision_of(connection)
         if revision == self._revision:
             return None
         known: dict[tuple[Any, ...], tuple[StoredKey, HeldKey] | None] = {}

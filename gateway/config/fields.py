@@ -476,15 +476,6 @@ _DURATION_SCHEMA = {
     ]
 }
 
-_SWITCHABLE_SCHEMA = {"anyOf": [*_DURATION_SCHEMA["anyOf"], {"enum": ["off", False]}]}
-
-_SIZE_SCHEMA = {
-    "anyOf": [
-        {"type": "integer", "minimum": 1},
-        {"type": "string", "pattern": r"^\s*[0-9.]+\s*([kKmMgGtT][iI]?)?[bB]\s*$"},
-    ]
-}
-
 Listed = Annotated[tuple[T, ...], BeforeValidator(as_list)]
 """A list; a single text stands for a list of one."""
 
@@ -533,7 +524,7 @@ SecondsOrOff = Annotated[
     Field(ge=0, le=LONGEST_DURATION),
     _READ_DURATION,
     BeforeValidator(_off_is_zero),
-    WithJsonSchema(_SWITCHABLE_SCHEMA),
+    WithJsonSchema({"anyOf": [*_DURATION_SCHEMA["anyOf"], {"enum": ["off", False]}]}),
     TypeLabel("duration or `off`", "s"),
 ]
 
@@ -552,7 +543,14 @@ Timestamp = Annotated[
 _Size = Annotated[
     int,
     read_by(parse_size, "must be a number of bytes", 'such as 65536, "64KiB", "500kB" or "1GiB"'),
-    WithJsonSchema(_SIZE_SCHEMA),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": 1},
+                {"type": "string", "pattern": r"^\s*[0-9.]+\s*([kKmMgGtT][iI]?)?[bB]\s*$"},
+            ]
+        }
+    ),
     TypeLabel("size", "bytes"),
 ]
 

@@ -33,9 +33,6 @@ _LLAMA_CPP = re.compile(r"llama[-._]?(cpp|server)|llama\.cpp")
 
 _ENGINES = re.compile(r"llama|vllm|sglang|tgi|text-generation|local-?ai|kobold|litellm")
 
-_LLAMA_SWAP_PORT = 5800
-"""The port of its first model, unless `startPort` says another."""
-
 _ON_DEMAND = "openai, models_on_demand: true"
 """The kind of servers that load the models of their list by themselves."""
 
@@ -116,7 +113,7 @@ def _litellm(root: dict[str, Any]) -> Iterator[_Server]:
 
 def _llama_swap(root: dict[str, Any]) -> Iterator[_Server]:
     start = root.get("startPort")
-    port = start if isinstance(start, int) else _LLAMA_SWAP_PORT
+    port = start if isinstance(start, int) else 5800  # that of its first model
     macros = [*islice(_mapping(root.get("macros")).items(), MOST_ENTRIES)]
     for name, entry in sorted(_entries(root["models"])):
         command = str(entry.get("cmd") or "")

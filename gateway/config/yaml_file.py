@@ -146,8 +146,6 @@ def read_text(path: Path, most: int = MOST_FILE_BYTES) -> str:
         ) from None
 
 
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
 _TOO_DEEP = f"nested deeper than {MOST_NESTING} levels"
 
 _TEXT_TAG, _NO_TAG = "tag:yaml.org,2002:str", "a tag but !!str is not supported"
@@ -162,7 +160,7 @@ class _TreeBuilder:
         self._file = file
         self._env = env
         self._text = text
-        self._events = yaml.parse(text, Loader=_Loader)
+        self._events = yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         self._problems: list[Problem] = []
         # None: the anchor's value has not ended yet.
         self._anchors: dict[str, YamlTree | None] = {}
