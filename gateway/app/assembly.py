@@ -44,23 +44,14 @@ from gateway.app.event_loop import (
     run_event_loop,
     wait_for_first,
 )
-from gateway.app.handover import InheritedState, inherit_from_environment
 from gateway.app.learnt import LearntMemory
 from gateway.app.metering import Metering
-from gateway.app.startup import (
-    Options,
-    StartError,
-    check_extras,
-    check_fit,
-    load_checked,
-    reread_admin_key,
-)
+from gateway.app.startup import Options, StartError
 from gateway.callers.callers import is_loopback
 from gateway.callers.key_desk import group_warnings
 from gateway.callers.keys import AdminKeys
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.inventory import Inventory, load_inventory
-from gateway.config.listeners import LimitSettings
 from gateway.config.settings import RejectedFiles, Settings, changed_restart_keys, load_settings
 from gateway.config.versions import FileKind
 from gateway.config.watch import changed_files, file_stamps
@@ -297,7 +288,6 @@ class Gateway:
         return None if self.settings.cluster is None else self.settings.cluster.member_name
 
     def _told_name(self, key_id: str) -> str | None:
-        """The name of a key, if metrics are to have it."""
         return self.key_ring.name_of(key_id) if self.settings.telemetry.key_names else None
 
     # Start, shutdown and handover.
@@ -588,7 +578,7 @@ class Gateway:
             self._serve_public,
             public_sock,
             protocol=protocol_class(
-                _with_connections(limits, most_public),
+                limits.model_copy(update={"connections": most_public}),
                 self.handler.serve,
                 listen.trusted_proxies,
                 routes=self._routes,
@@ -618,7 +608,7 @@ class Gateway:
             relayed=None if cluster is None else partial(cluster.relayed, kind="admin"),
         )
         protocol = protocol_class(
-            _with_connections(limits, most_admin),
+            limits.model_copy(update={"connections": most_admin}),
             linger_seconds=self.timings.linger,
             turn=self._turn_limit,
         )
@@ -740,7 +730,6 @@ class Gateway:
         return change
 
     def _configure_events(self) -> None:
-        """Have events counted and logged as the settings say."""
         logging = self.settings.logging
         self.metrics.configure(gen_ai=self.settings.telemetry.gen_ai_metrics)
         self._event_log.configure(logging.access_share if logging.access else 0.0)
@@ -760,10 +749,6 @@ class Gateway:
         labels = (node.spec.labels for node in self.fleet.nodes.values())
         for warning in startup.empty_pools(self.settings, labels):
             log.warning("pool", warning=warning)
-
-
-def _with_connections(limits: LimitSettings, connections: int) -> LimitSettings:
-    return limits.model_copy(update={"connections": connections})
 
 
 class FileReloader(ConfigFiles):
@@ -852,7 +837,6 @@ class FileReloader(ConfigFiles):
         return False
 
     async def _keep(self, kind: FileKind, text: str | None) -> None:
-        """Keep a text that is in force from now on."""
         history = self.histories.get(kind)
         if text is None or history is None:
             return
@@ -903,8 +887,8 @@ class FileReloader(ConfigFiles):
             text = await asyncio.to_thread(_text_of, path)
             loaded = await asyncio.to_thread(load_settings, path, rejected=rejected, text=text)
             settings = self._options.apply_to(loaded)
-            admin_key = await asyncio.to_thread(reread_admin_key, settings.admin.key_file)
-            check_extras(settings, path)
+            admin_key = await asyncio.to_thread(startup.reread_admin_key, settings.admin.key_file)
+            startup.check_extras(settings, path)
             await self._check_fit(settings, self._inventory)
         except (ConfigError, OSError) as error:
             self.settings_error = str(error)
@@ -924,13 +908,13 @@ class FileReloader(ConfigFiles):
 
         def check(settings: Settings, inventory: Inventory) -> None:
             try:
-                check_fit(settings, inventory, *files)
+                startup.check_fit(settings, inventory, *files)
             except ConfigError as error:
                 try:
                     settings, inventory = load_settings(files[0]), load_inventory(files[1])
                 except (ConfigError, OSError):
                     raise error from None
-                check_fit(settings, inventory, *files)
+                startup.check_fit(settings, inventory, *files)
 
         if inventory is not None:
             await asyncio.to_thread(check, settings, inventory)
@@ -956,9 +940,9 @@ def load_certificates(settings: Settings, fleet: Fleet, audit: AuditTrail) -> Ce
 
 def run(options: Options) -> int:
     """Serve until a signal ends the process; returns its exit status. Raises: StartError."""
-    inherited = inherit_from_environment()
+    inherited = handover.inherit_from_environment()
     options = inherited.apply_to(options)
-    settings, inventory = load_checked(options, allow_empty=not inherited.customised)
+    settings, inventory = startup.load_checked(options, allow_empty=not inherited.customised)
     with set_up_logging(settings.logging.level, settings.logging.format) as logs:
         return run_event_loop(serve(options, settings, inventory, logs, inherited=inherited))
 
@@ -970,7 +954,7 @@ async def serve(
     logs: Logs,
     on_ready: Callable[[Gateway], None] | None = None,
     *,
-    inherited: InheritedState | None = None,
+    inherited: handover.InheritedState | None = None,
 ) -> int:
     """Serve until a signal ends the process; returns its exit status. Raises: StartError.
 

@@ -55,7 +55,6 @@ OWN_PATHS = frozenset(
         *("/admin/config/diff", "/admin/config/rollback"),
     }
 )
-OWN_FILES = "/dashboard/"
 PassedKind = Literal["public", "admin"]  # the listener to which a request came that is passed on
 log = structlog.get_logger()
 
@@ -271,7 +270,7 @@ class ClusterPart:
 
     def _serves(self, scope: Scope, *, is_admin: bool) -> bool:
         path = scope["path"]
-        if path in OWN_PATHS or path.startswith(OWN_FILES):
+        if path in OWN_PATHS or path.startswith("/dashboard/"):
             return True
         if self._role.kind == "limbo" and is_admin:
             return scope["method"] in {"GET", "HEAD"}

@@ -71,14 +71,10 @@ class OwnTasks:
         self._running.add(task)
         task.add_done_callback(self._ended)
 
-    def cancel(self) -> None:
-        """Have all of them end."""
-        for task in self._running:
-            task.cancel()
-
     async def end(self) -> None:
         """Cancel all of them, and wait until they have ended."""
-        self.cancel()
+        for task in self._running:
+            task.cancel()
         if self._running:
             _, late = await asyncio.wait(set(self._running), timeout=TASKS_SECONDS)
             for task in late:

@@ -82,13 +82,10 @@ class InheritedState:
         It is removed from `sockets`.
         """
         sock = self.sockets.get(name)
-        if sock is None:
-            return None
-        host, port = sock.getsockname()[:2]
-        if not any(host == wanted and number in {0, port} for wanted, number in addresses):
-            return None
-        del self.sockets[name]
-        return sock
+        host, port = (None, 0) if sock is None else sock.getsockname()[:2]
+        if any(host == wanted and number in {0, port} for wanted, number in addresses):
+            return self.sockets.pop(name)
+        return None
 
     async def wait_for_learnt(self) -> None:
         """Wait until the predecessor has written what it has learnt. The caller sets a limit."""
@@ -172,7 +169,6 @@ def _adopt_socket(number: int) -> socket.socket:
 
 
 def _inherited_pipe(number: str | None) -> int | None:
-    """The pipe of this number; None: there is none."""
     if number is None:
         return None
     os.set_inheritable(int(number), False)
@@ -238,7 +234,9 @@ async def start_successor(
         # systemd's variables that name this process.
         if name not in {"LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "WATCHDOG_PID"}
     }
-    key_reader = _pipe_with(hash_key)
+    key_reader, key_writer = os.pipe()
+    os.write(key_writer, hash_key)  # which fits into its buffer
+    os.close(key_writer)
     passed = [*numbers.values(), writer, key_reader]
     environment |= extra_environment or {}
     environment[HASH_KEY_VARIABLE] = str(key_reader)
@@ -273,16 +271,6 @@ async def start_successor(
         return process
     finally:
         os.close(reader)
-
-
-def _pipe_with(data: bytes) -> int:
-    """The reading end of a pipe that holds `data`, which fits into its buffer."""
-    reader, writer = os.pipe()
-    try:
-        os.write(writer, data)
-    finally:
-        os.close(writer)
-    return reader
 
 
 async def _wait_until_ready(reader: int) -> None:

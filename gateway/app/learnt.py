@@ -233,7 +233,13 @@ class LearntMemory:
             end = time.monotonic() + seconds
             try:
                 if anew:
-                    self._begin_anew()
+                    # What will be read replaces what this process has learnt and not written.
+                    for section in self._sections:
+                        section.begin_anew()
+                    for name, _, key in self._unwritten:
+                        self._kept[name].pop(key, None)
+                    self._unwritten.clear()
+                    self._read = False
                 elif self._tried:
                     await self._gather(whole=True)
                 self._tried = True
@@ -244,15 +250,6 @@ class LearntMemory:
             except Exception as error:  # noqa: BLE001 - nothing here may stop a start
                 self._read = True
                 self._failed(error)
-
-    def _begin_anew(self) -> None:
-        """Let the rows that will be read replace what this process has learnt and not written."""
-        for section in self._sections:
-            section.begin_anew()
-        for name, _, key in self._unwritten:
-            self._kept[name].pop(key, None)
-        self._unwritten.clear()
-        self._read = False
 
     def _failed(self, error: Exception) -> None:
         """Tell of an error once, without its words: they may be a caller's."""
@@ -352,27 +349,20 @@ class LearntMemory:
     def _take(
         self, section: Section, key: str, caller: str | None, value: object, *, as_read: bool
     ) -> None:
-        kept = self._kept[section.name]
-        row = None if value is None else self._row(section, key, caller, value)
-        if row is None:
+        kept, raw = self._kept[section.name], b""
+        # The request of a caller that is gone ran on.
+        if value is not None and not (caller is not None and self._is_gone(caller)):
+            with suppress(ValueError):  # Half a surrogate in a client's name for a model, say.
+                raw = msgspec.json.encode(value)
+        if not 0 < len(raw) <= LARGEST_ROW:
             self._drop(section, key)
-        elif not row.says(kept.get(key)):
+            return
+        row = Row(section.name, section.version, key, caller, self._now(), msgspec.Raw(raw))
+        if not row.says(kept.get(key)):
             if not (as_read and key in kept):
                 self._unwritten[row.place] = row
             kept[key] = row
             kept.move_to_end(key)
-
-    def _row(self, section: Section, key: str, caller: str | None, value: object) -> Row | None:
-        """The row of a value; None: it can't be kept, or may not."""
-        if caller is not None and self._is_gone(caller):
-            return None  # Its request ran on.
-        try:
-            raw = msgspec.json.encode(value)
-        except ValueError:  # Half a surrogate in a client's name for a model, say.
-            return None
-        if len(raw) > LARGEST_ROW:
-            return None
-        return Row(section.name, section.version, key, caller, self._now(), msgspec.Raw(raw))
 
     def _drop(self, section: Section, key: str) -> None:
         if self._kept[section.name].pop(key, None) is not None:
@@ -694,7 +684,6 @@ class Servers(Section):
     _found: dict[str, tuple[LearntOfServer, float]] = field(default_factory=dict)
 
     def changes(self) -> Iterator[Change | None]:
-        """The servers whose speed may have changed, or was forgotten."""
         before, self._seen = self._seen, {}
         for name, node in [*self._fleet.nodes.items()]:
             was, version, is_known = before.get(name, (node, -1, False))
@@ -709,7 +698,6 @@ class Servers(Section):
             yield (server_key(node.spec), None, learnt) if has_row else None
 
     def restore(self, row: Row, age: float) -> bool:
-        """Keep it for `restored`."""
         learnt = msgspec.json.decode(row.value, type=LearntOfServer)
         self._found[row.key] = learnt, share_kept(age)
         return True
@@ -735,7 +723,6 @@ class Demand(Section):
     _seen: int = 0  # lessons
 
     def changes(self) -> Iterator[Change]:
-        """What the lessons since the last call have changed."""
         lessons, self._seen = self._estimates.lessons - self._seen, self._estimates.lessons
         for caller, model, stats in self._estimates.latest(lessons):
             owner = None if caller is None else _owner(caller)
@@ -743,13 +730,11 @@ class Demand(Section):
                 yield _digest((caller, model)), owner, _Demand(caller, model, stats)
 
     def restore(self, row: Row, age: float) -> bool:
-        """Give it to the estimates."""
         found = msgspec.json.decode(row.value, type=_Demand)
         self._estimates.restore(found.caller, found.model, found.stats, share_kept(age))
         return True
 
     def forget(self, is_gone: IsGone) -> None:
-        """Forget these callers, and their end users."""
         self._estimates.forget(lambda fairness_key: is_gone(_owner(fairness_key)))
 
 
@@ -778,7 +763,6 @@ class PromptKeys(Section):
         self.agrees = False  # whether the digests that are read were made with the key
 
     def is_kept(self) -> bool:
-        """As the settings say."""
         return self._remember()
 
     def begin_anew(self) -> None:
@@ -786,7 +770,6 @@ class PromptKeys(Section):
         self._is_fixed = False
 
     def changes(self) -> Iterator[Change]:
-        """The key."""
         self._is_fixed = True
         if self.is_kept():
             yield "key", None, _PromptKey(self._keyed_hash.key, int(self._now() // 86400))
@@ -821,7 +804,6 @@ class Prompts(Section):
         """While rows are read: the rows of the fleet by `server_key`."""
 
     def changes(self) -> Iterator[Change | None]:
-        """What has come to the nodes' caches, and what has gone."""
         before, self._seen = self._seen, {}
         for index, (was, _, keys) in before.items():
             for key in keys if self._nodes.get(index) is not was else ():
@@ -872,7 +854,6 @@ class Prompts(Section):
         self._indexes = None
 
     def forget(self, is_gone: IsGone) -> None:
-        """Forget what these callers sent."""
         self._cache.forget(is_gone)
 
 
@@ -886,7 +867,6 @@ class SavedSlots(Section):
     _seen: dict[str, SavedPrompt] = field(default_factory=dict)
 
     def changes(self) -> Iterator[Change]:
-        """What was saved, and what is forgotten."""
         before, self._seen = self._seen, {}
         if self.is_kept():
             self._seen.update(self._saved_prompts.export())
@@ -897,14 +877,12 @@ class SavedSlots(Section):
                 yield key, saved.caller or None, saved
 
     def restore(self, row: Row, age: float) -> bool:
-        """Know the file again."""
         if not self._keys.agrees or age > OLDEST_PROMPT:
             return False
         saved = msgspec.json.decode(row.value, type=SavedPrompt)
         return self._saved_prompts.add(row.key, saved)
 
     def forget(self, is_gone: IsGone) -> None:
-        """Forget what these callers sent."""
         self._saved_prompts.forget(is_gone)
 
 
@@ -916,12 +894,10 @@ class Predictions(Section):
     _accuracy: PredictionAccuracy
 
     def changes(self) -> Iterator[Change]:
-        """The counts."""
         if not self._accuracy.is_empty:
             yield "all", None, self._accuracy
 
     def restore(self, row: Row, age: float) -> bool:
-        """Go on from the counts."""
         self._accuracy.restore(msgspec.json.decode(row.value, type=PredictionAccuracy))
         return True
 
@@ -937,11 +913,9 @@ class Charts(Section):
     _found: list[HistoryPoint] = field(default_factory=list)
 
     def changes(self) -> Iterator[Change]:
-        """The points."""
         yield from ((f"{point.at:.1f}", None, point) for point in self._history.points)
 
     def restore(self, row: Row, age: float) -> bool:
-        """Keep it for `restored`."""
         self._found.append(msgspec.json.decode(row.value, type=HistoryPoint))
         return True
 
@@ -961,19 +935,15 @@ class NodeDays(Section):
     _now: Callable[[], float] = time.time
 
     def changes(self) -> Iterator[Change]:
-        """The days of all nodes."""
         yield from ((name, None, day) for name, day in self._history.export())
 
     def restore(self, row: Row, age: float) -> bool:
-        """Fill in what was not seen here."""
         day = msgspec.json.decode(row.value, type=bytes)
         return self._history.restore(row.key, day, self._now())
 
 
 @dataclass(slots=True)
 class _DecisionsOfRow:
-    """Decisions that one row holds."""
-
     key: str
     decisions: list[Decision] = field(default_factory=list)
     compared: int = 0
@@ -984,7 +954,6 @@ class _DecisionsOfRow:
         return self.compared >= COMPARED_OF_ROW
 
     def add(self, one: Decision) -> None:
-        """Put a decision into the row."""
         self.decisions.append(one)
         compared = one.comparison if isinstance(one, Grant) else None
         self.compared += 1 if compared is None else 2 + len(compared.others)

@@ -153,7 +153,6 @@ class Metering:
     def _cost_of_use(
         self, node: str | None, prompt: int, completion: int, slot_seconds: float
     ) -> float:
-        """The price of so many tokens, or of so many seconds of a slot, on a node."""
         found = None if node is None else self._fleet.nodes.get(node)
         if found is None:
             return 0.0

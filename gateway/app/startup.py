@@ -9,22 +9,25 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from gateway.callers.callers import is_loopback
 from gateway.callers.stored_keys import count_stored_keys
 from gateway.config.errors import ConfigError, Problem
-from gateway.config.fields import is_host
-from gateway.config.inventory import Inventory, load_inventory
+from gateway.config.fields import format_size, is_host
+from gateway.config.inventory import Inventory, NodeSpec, host_memory, load_inventory
 from gateway.config.keys import has_labels
 from gateway.config.listeners import LimitSettings
 from gateway.config.scheduling import ModelRule
 from gateway.config.settings import RejectedFiles, Settings, load_settings, parse_address
 from gateway.config.stored import STORE_OFF
 from gateway.config.versions import FileHistory, FileKind
+from gateway.config.yaml_file import find_entry, read_yaml, unknown_key_remedy
 from gateway.http.certificates import CertificateError, load_certificate
 from gateway.system import install_command
 from gateway.transport.pool import node_address
@@ -32,12 +35,6 @@ from gateway.watch.request_tracing import has_otel
 
 if TYPE_CHECKING:
     from gateway.store.database import StoreLocation
-from collections import Counter
-from functools import cache
-
-from gateway.config.fields import format_size
-from gateway.config.inventory import NodeSpec, host_memory
-from gateway.config.yaml_file import find_entry, read_yaml, unknown_key_remedy
 
 # Keys of the settings that options override.
 _OVERRIDDEN = (
@@ -286,7 +283,6 @@ _KEY_OR_ANONYMOUS = (
 
 
 def _cluster_problems(settings: Settings) -> Iterator[StartProblem]:
-    """What keeps a member of a cluster from starting."""
     cluster, url = settings.cluster, settings.store.url
     if cluster is None:
         return

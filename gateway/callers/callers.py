@@ -23,13 +23,8 @@ def is_loopback(host: str) -> bool:
     """
     if host.lower() == "localhost":
         return True
-    try:
-        address = ipaddress.ip_address(host.strip("[]"))
-    except ValueError:
-        return False
-    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-        return address.ipv4_mapped.is_loopback
-    return address.is_loopback
+    address = parse_address(host.strip("[]"))
+    return address is not None and address.is_loopback
 
 
 # Header names, one per line: those of RFC 7239 and RFC 9110, and those that nginx, Apache, HAProxy,
@@ -279,13 +274,10 @@ def client_network(address: str) -> str:
     """What identifies a client: its IPv4 address, or the /64 of its IPv6 address."""
     if ":" not in address:
         return address
-    try:
-        parsed = ipaddress.IPv6Address(address.partition("%")[0])
-    except ValueError:
-        return address
-    if parsed.ipv4_mapped is not None:
-        return str(parsed.ipv4_mapped)
-    return str(ipaddress.IPv6Network((parsed, IPV6_PREFIX_BITS), strict=False))
+    parsed = parse_address(address.partition("%")[0])
+    if isinstance(parsed, ipaddress.IPv6Address):
+        return str(ipaddress.IPv6Network((parsed, IPV6_PREFIX_BITS), strict=False))
+    return str(parsed or address)
 
 
 def _first(headers: Headers, names: tuple[bytes, ...]) -> str | None:

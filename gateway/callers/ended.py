@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -245,7 +246,8 @@ class EndedReader:
             self.found += rows
             self.is_over = len(self.found) == wanted
         else:
-            merged = heapq.merge(self.found, rows, key=_slowness, reverse=True)
+            slowness = itemgetter(_LASTED, _ID)
+            merged = heapq.merge(self.found, rows, key=slowness, reverse=True)
             self.found = list(itertools.islice(merged, wanted))
         if start is None or self.is_over:
             self.is_over = True
@@ -257,13 +259,22 @@ class EndedReader:
     def statement(self, start: float | None) -> Select[Any]:
         """What a step reads: of what is left, what ended after `start`; None: all of it."""
         query, ended = self.query, usage.c.ended_at
-        statement = select(*_COLUMNS).where(self._is_left(), *query.conditions())
+        left = ended <= self.at
+        if self._id is not None:
+            left = or_(ended < self.at, and_(ended == self.at, usage.c.id < self._id))
+        statement = select(*_COLUMNS).where(left, *query.conditions())
         statement = statement.where(ended >= query.since if start is None else ended > start)
         if query.order == "latest":
             statement = statement.order_by(ended.desc(), usage.c.id.desc())
             return statement.limit(query.limit + 1 - len(self.found))
-        statement = self._only_slower(statement).order_by(_lasted.desc(), usage.c.id.desc())
-        return statement.limit(query.limit + 1)
+        if (before := query.before) is not None:
+            behind = _lasted < before.rank
+            if before.id is not None:
+                behind = or_(behind, and_(_lasted == before.rank, usage.c.id < before.id))
+            statement = statement.where(behind)
+        if len(self.found) > query.limit:
+            statement = statement.where(_lasted >= self.found[-1][_LASTED])
+        return statement.order_by(_lasted.desc(), usage.c.id.desc()).limit(query.limit + 1)
 
     def _start_of_step(self, connection: Connection) -> float | None:
         """When the first request ended that is left for the next step; None: none is."""
@@ -277,23 +288,6 @@ class EndedReader:
             # More requests than a step takes ended at the same time.
             start = connection.scalar(left.where(ended < self.at).limit(1))
         return None if start is None else float(start)
-
-    def _is_left(self) -> ColumnElement[bool]:
-        ended = usage.c.ended_at
-        if self._id is None:
-            return ended <= self.at
-        return or_(ended < self.at, and_(ended == self.at, usage.c.id < self._id))
-
-    def _only_slower(self, statement: Select[Any]) -> Select[Any]:
-        """Those behind the cursor that may come among the slowest found so far."""
-        if (before := self.query.before) is not None:
-            behind = _lasted < before.rank
-            if before.id is not None:
-                behind = or_(behind, and_(_lasted == before.rank, usage.c.id < before.id))
-            statement = statement.where(behind)
-        if len(self.found) > self.query.limit:
-            statement = statement.where(_lasted >= self.found[-1][_LASTED])
-        return statement
 
     def page(self, name_of: NameOf) -> dict[str, Any]:
         """The page as operators see it, as JSON values; `name_of`: a key by its id."""
@@ -315,10 +309,6 @@ class EndedReader:
             "until": time_text(query.until),
             "complete": self.is_over,
         }
-
-
-def _slowness(one: Found) -> tuple[float, str]:
-    return one[_LASTED], one[_ID]
 
 
 def ended_row(found: Found, name_of: NameOf) -> EndedRow:

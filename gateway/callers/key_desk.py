@@ -296,7 +296,6 @@ class KeyDesk:
         ]
 
     async def _defined_groups(self) -> set[str]:
-        """The groups that settings or store define."""
         stored = await self._run(lambda c: c.scalars(select(groups_table.c.name)).all())
         return {*self.settings.groups, *stored}
 
@@ -537,17 +536,13 @@ def key_warnings(settings_keys: Iterable[KeySpec], stored: Iterable[StoredKey]) 
     own = {word: spec for spec in settings_keys for word in (spec.id, spec.name) if word}
     warnings = []
     for key in stored:
-        if key.revoked_at is not None:
+        word = next((one for one in (key.spec.id, key.spec.name) if one in own), None)
+        if key.revoked_at is not None or word is None:
             continue
-        for word in (key.spec.id, key.spec.name):
-            if (other := own.get(word)) is None:
-                continue
-            if other.id == key.spec.id:
-                effect = "that of the settings counts; remove one of them"
-            else:
-                effect = f"they are {other.id} and {key.spec.id}; rename one of them"
-            warnings.append(f"settings and store both have a key '{word}': {effect}")
-            break
+        effect = "that of the settings counts; remove one of them"
+        if (other := own[word].id) != key.spec.id:
+            effect = f"they are {other} and {key.spec.id}; rename one of them"
+        warnings.append(f"settings and store both have a key '{word}': {effect}")
     return warnings
 
 

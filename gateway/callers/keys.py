@@ -72,9 +72,22 @@ def held_key(
 ) -> HeldKey:
     """The key as the ring looks it up. Takes microseconds: make thousands in a thread."""
     kept = previous_sha256 is not None and previous_until is not None
+    default = Priority[(spec.class_ or "normal").upper()]
+    caller = Caller(
+        id=spec.id,
+        name=spec.name or spec.id,
+        max_priority=Priority[spec.max_class.upper()] if spec.max_class else default,
+        default_priority=default,
+        models=None if spec.models is None else frozenset(spec.models),
+        trust_user_headers=spec.trust_user_headers,
+        group=spec.group,
+        limits=spec.limits,
+        user_limits=spec.user_limits,
+        cache=spec.cache,
+    )
     return HeldKey(
         spec.id,
-        _caller(spec),
+        caller,
         bytes.fromhex(spec.sha256),
         None if spec.expires is None else spec.expires.timestamp(),
         bytes.fromhex(previous_sha256) if kept and previous_sha256 else _NO_DIGEST,
@@ -189,12 +202,16 @@ class KeyRing:
 
     def expire(self) -> None:
         """Drop the keys and the previous secrets whose time is over. Call it twice a second."""
-        now, dropped = self._clock(), False
+        now = self._clock()
         while self._deadlines and self._deadlines[0][0] <= now:
             _, key_id = heapq.heappop(self._deadlines)
-            dropped = self._drop_expired(key_id, now) or dropped
-        if dropped:
+            if (key := self._by_id.get(key_id)) is None:
+                continue
             self.version += 1
+            if key.expires_at is not None and key.expires_at <= now:
+                self._expired[key_id] = self._by_id.pop(key_id)
+            else:
+                self._by_id[key_id] = replace(key, previous=_NO_DIGEST, previous_until=None)
 
     def find(self, presented: str) -> Caller | None:
         """The holder of the presented key, or None; takes one hash in any case."""
@@ -255,18 +272,6 @@ class KeyRing:
         heapq.heapify(self._deadlines)
         self.expire()
 
-    def _drop_expired(self, key_id: str, now: float) -> bool:
-        key = self._by_id.get(key_id)
-        if key is None:
-            return False
-        if key.expires_at is not None and key.expires_at <= now:
-            self._expired[key_id] = self._by_id.pop(key_id)
-            return True
-        if key.previous_until is not None and key.previous_until <= now:
-            self._by_id[key_id] = replace(key, previous=_NO_DIGEST, previous_until=None)
-            return True
-        return False
-
 
 def new_key(id: str | None = None) -> ApiKey:  # noqa: A002 - the word the settings use
     """A new random key; `id` must not contain an underscore.
@@ -308,10 +313,14 @@ def presented_keys(headers: Headers) -> list[str]:
     Returns at most `MOST_KEYS` + 1.
     """
     found: list[str] = []
-    for name, value in headers:
+    for name, given in headers:
         if name not in _KEY_HEADERS:
             continue
-        key = (_bearer(value) if name == b"authorization" else value.strip()).decode("latin-1")
+        value = given.strip()
+        if name == b"authorization":
+            scheme, _, value = value.partition(b" ")
+            value = value.strip() if scheme.lower() == b"bearer" else b""
+        key = value.decode("latin-1")
         if key and key not in found:
             found.append(key)
             if len(found) > MOST_KEYS:
@@ -344,11 +353,6 @@ def caller_from_keys(headers: Headers, key_ring: KeyRing) -> Caller | None:
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"api-key"})
 
 
-def _bearer(value: bytes) -> bytes:
-    scheme, _, key = value.strip().partition(b" ")
-    return key.strip() if scheme.lower() == b"bearer" else b""
-
-
 def _split(text: str) -> tuple[str, str]:
     if len(text) > MOST_KEY_CHARACTERS:
         return "", ""
@@ -359,24 +363,6 @@ def _split(text: str) -> tuple[str, str]:
 
 def _digest(secret: str) -> bytes:
     return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()
-
-
-def _caller(spec: KeySpec) -> Caller:
-    default = Priority[(spec.class_ or "normal").upper()]
-    highest = Priority[spec.max_class.upper()] if spec.max_class else default
-    models = None if spec.models is None else frozenset(spec.models)
-    return Caller(
-        id=spec.id,
-        name=spec.name or spec.id,
-        max_priority=highest,
-        default_priority=default,
-        models=models,
-        trust_user_headers=spec.trust_user_headers,
-        group=spec.group,
-        limits=spec.limits,
-        user_limits=spec.user_limits,
-        cache=spec.cache,
-    )
 
 
 # Keys of the admin listener.

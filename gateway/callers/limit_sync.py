@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
-from sqlalchemy import Connection, Row, Select, and_, case, func, not_, or_, select, true
+from sqlalchemy import Connection, Row, and_, case, func, not_, or_, select, true
 
 from gateway.callers.limits import MINUTE, NO_OTHERS, Account, LedgerSums, LimitBook, OtherUse
 from gateway.callers.processes import LOST
@@ -95,7 +95,6 @@ class LimitSync:
         await self.worker.attempt_within(limit, self.look)
 
     async def _look_if_due(self) -> None:
-        """Look, if the store may have something new."""
         if (
             self.store.changes != self._seen_changes
             or self.recovered() != self._seen_recovered
@@ -314,33 +313,24 @@ def _sums(
     month_begins, day_begins = month_start(calendar.month), calendar.day * DAY
     rows, days = usage.c, usage_days.c
     # Rows of later days were written while a clock was wrong.
-    today = and_(rows.ended_at >= day_begins, rows.ended_at < calendar.day_ends)
-    rolled_tokens = days.prompt_tokens + days.completion_tokens
-    queries = (
-        _grouped(_WHO, today, _TOKENS, rows.cost).where(
-            rows.ended_at >= month_begins, rows.ended_at < calendar.month_ends, condition
-        ),
-        _grouped(
-            (days.key, days.group_name, days.user),
-            days.day == date_of(day_begins),
-            rolled_tokens,
-            days.cost,
-        ).where(days.day >= date_of(month_begins), days.day <= date_of(calendar.month_ends - 1)),
-    )
+    rows_today = and_(rows.ended_at >= day_begins, rows.ended_at < calendar.day_ends)
+    rows_month = and_(rows.ended_at >= month_begins, rows.ended_at < calendar.month_ends, condition)
+    last = date_of(calendar.month_ends - 1)
+    days_month = and_(days.day >= date_of(month_begins), days.day <= last)
     found = []
-    for key, query in zip((rows.key, days.key), queries, strict=True):
-        chosen = query if keys is None else query.where(key.in_(keys))
-        for *who, tokens, cost, month in connection.execute(chosen):
-            sums = LedgerSums(int(tokens or 0), float(cost or 0.0), float(month or 0.0))
-            found.append(((who[0], who[1], who[2]), sums))
+    for of, today, month in (
+        (rows, rows_today, rows_month),
+        (days, days.day == date_of(day_begins), days_month),
+    ):
+        who, tokens = (of.key, of.group_name, of.user), of.prompt_tokens + of.completion_tokens
+        query = select(
+            *who,
+            func.sum(case((today, tokens), else_=0)),
+            func.sum(case((today, of.cost), else_=0.0)),
+            func.sum(of.cost),
+        ).where(month if keys is None else and_(month, of.key.in_(keys)))
+        for key, group, user, *sums in connection.execute(query.group_by(*who)):
+            day_tokens, day_cost, month_cost = (one or 0 for one in sums)
+            of_day = int(day_tokens), float(day_cost)
+            found.append(((key, group, user), LedgerSums(*of_day, float(month_cost))))
     return found
-
-
-def _grouped(who: tuple[Any, ...], today: Any, tokens: Any, cost: Any) -> Select[Any]:
-    """Tokens and money of today and money of all days, by key, group and end user."""
-    return select(
-        *who,
-        func.sum(case((today, tokens), else_=0)),
-        func.sum(case((today, cost), else_=0.0)),
-        func.sum(cost),
-    ).group_by(*who)

@@ -18,6 +18,7 @@ import heapq
 import io
 import math
 import re
+import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -46,7 +47,7 @@ from sqlalchemy import (
 from gateway.callers import money
 from gateway.callers.limits import Accounts, LimitBook
 from gateway.callers.processes import LOST
-from gateway.callers.stored_keys import key_names
+from gateway.callers.stored_keys import key_names, revision_of
 from gateway.callers.windows import DAY, date_of, percentile, time_class, time_text
 from gateway.config.errors import safe_cell
 from gateway.config.fields import parse_duration
@@ -353,7 +354,7 @@ class LedgerReport:
         if self._at is None:
             self._groups, self.nodes, self._at = {}, {}, self.query.since
             self._latencies = {}
-            self._revision = _revision(connection)
+            self._revision = revision_of(connection, ROLLED_UP)
         ended = usage.c.ended_at
         later = self._of_caller(select(ended).where(ended < self.query.until), usage)
         end = end_of_step(connection, later, self._at, self.rows_per_step)
@@ -367,7 +368,7 @@ class LedgerReport:
             return False
         self._read_days(connection)
         self.hours = self._read_hours(connection)
-        if _revision(connection) != self._revision:
+        if revision_of(connection, ROLLED_UP) != self._revision:
             self._restarts += 1
             self._at = None
             if self._restarts > MOST_RESTARTS:
@@ -506,7 +507,9 @@ class LedgerReport:
         writer.writerow([*self._labels(("",) * len(self.query.by)), *names])
         for group, sums in self.groups:
             labels, figures = self._labels(group).values(), self._figures(group, sums)
-            writer.writerow([*map(_csv_cell, labels), *(figures[name] for name in names)])
+            # Python's writer quotes no carriage return.
+            cells = [safe_cell(one).replace("\r", " ").replace("\n", " ") for one in labels]
+            writer.writerow([*cells, *(figures[name] for name in names)])
         return text.getvalue()
 
 
@@ -527,11 +530,6 @@ def end_of_step(connection: Connection, ends: Select[Any], start: float, rows: i
         # More requests than a step takes ended at the same time.
         end = connection.scalar(ends.where(ended > start).limit(1))
     return None if end is None else float(end)
-
-
-def _revision(connection: Connection) -> int:
-    statement = select(revisions.c.number).where(revisions.c.name == ROLLED_UP)
-    return connection.scalar(statement) or 0
 
 
 @dataclass(eq=False)
@@ -562,11 +560,6 @@ class Reporter:
             raise ReportInterrupted(
                 f"it takes longer than {MOST_SECONDS:.0f} s: ask for a shorter time with since"
             ) from None
-
-
-def _csv_cell(value: str) -> str:
-    """A safe cell of one line: Python's writer quotes no carriage return."""
-    return safe_cell(value).replace("\r", " ").replace("\n", " ")
 
 
 def money_json(report: LedgerReport) -> dict[str, Any]:
@@ -625,6 +618,12 @@ BATCH = "batch"  # the class of requests that nobody waits for
 UNSERVED = ("queue_full", "queue_timeout")  # outcomes of requests that the gateway had no slot for
 
 _IS_AWAITED = open_requests.c.class_.is_distinct_from(BATCH)
+_WANTED_SLOTS = and_(
+    usage.c.class_.is_distinct_from(BATCH),
+    or_(usage.c.slot_seconds > 0, usage.c.outcome.in_(UNSERVED), _LEFT),
+)
+"""Requests that a node worked for, and those that it would have if there had been a slot. Batches
+are none of them: they fill slots that are idle, and wait for those."""
 COLUMNS = (
     "seconds", "model", "class", "node", "prompt_tokens", "cached_tokens", "completion_tokens",
     "slot_seconds", "lasted", "unserved",
@@ -683,8 +682,13 @@ class ArrivalsReader:
             later = select(ended).where(ended < self.query.until)
             end = end_of_step(connection, later, self._at, self.rows_per_step)
             until = self.query.until if end is None else end
-            read = self._count if self._hour is None else self._read
-            read(connection, self._at, until)
+            wanted = and_(ended >= self._at, ended < until, _WANTED_SLOTS)
+            if self._hour is None:
+                held = usage.c.slot_seconds
+                served = func.sum(case((held > 0, 1), else_=0))
+                self._add_minutes(connection, usage, served, func.sum(held), wanted)
+            else:
+                self._add(connection, usage, wanted)
             self._at = end
             return False
         if self._hour is None:
@@ -697,11 +701,6 @@ class ArrivalsReader:
         self._add(connection, open_requests, _IS_AWAITED)
         self._arrivals.sort(key=lambda one: one[0])
         return True
-
-    def _count(self, connection: Connection, start: float, end: float) -> None:
-        served = func.sum(case((usage.c.slot_seconds > 0, 1), else_=0))
-        ended = and_(usage.c.ended_at >= start, usage.c.ended_at < end, _wanted_slots())
-        self._add_minutes(connection, usage, served, func.sum(usage.c.slot_seconds), ended)
 
     def _add_minutes(
         self,
@@ -743,10 +742,6 @@ class ArrivalsReader:
         start = max(self.query.since, float(found[0] * MINUTE))
         return start, min(self._until, float((found[0] + minutes) * MINUTE))
 
-    def _read(self, connection: Connection, start: float, end: float) -> None:
-        ended = and_(usage.c.ended_at >= start, usage.c.ended_at < end, _wanted_slots())
-        self._add(connection, usage, ended)
-
     def _add(self, connection: Connection, table: Table, wanted: ColumnElement[bool]) -> None:
         (start, end), started = self._hour or (0.0, 0.0), table.c.started_at
         within = select(table).where(wanted, started >= start, started <= end)
@@ -765,21 +760,6 @@ class ArrivalsReader:
             "columns": list(COLUMNS),
             "arrivals": self._arrivals,
         }
-
-
-def _wanted_slots() -> ColumnElement[bool]:
-    """Requests that a node worked for, and those that it would have if there had been a slot.
-
-    Batches are none of them: they fill slots that are idle, and wait for those.
-    """
-    return and_(
-        usage.c.class_.is_distinct_from(BATCH),
-        or_(
-            usage.c.slot_seconds > 0,
-            usage.c.outcome.in_(UNSERVED),
-            usage.c.status == CLIENT_CLOSED_STATUS,
-        ),
-    )
 
 
 def _arrival(row: RowMapping, start: float) -> list[Any]:
@@ -953,13 +933,6 @@ def roll_up(connection: Connection, before: float, rows: int = BATCH_ROWS) -> in
         place, numbers = values[: len(_DIMENSIONS)], values[len(_DIMENSIONS) :]
         whose = (label_of("day", day), *(value or "" for value in place))
         sums.setdefault(whose, Sums()).add(numbers)
-    _add_to_days(connection, sums)
-    gone = connection.execute(delete(usage).where(usage.c.id.in_(ids))).rowcount
-    assert gone == len(ids), "rows were deleted by somebody else"
-    return gone
-
-
-def _add_to_days(connection: Connection, sums: dict[tuple[str, ...], Sums]) -> None:
     add = insert_for(connection)(usage_days)
     add = add.on_conflict_do_update(
         index_elements=list(usage_days.primary_key),
@@ -969,6 +942,9 @@ def _add_to_days(connection: Connection, sums: dict[tuple[str, ...], Sums]) -> N
     connection.execute(
         add, [dict(zip(names, (*place, *one.values()), strict=True)) for place, one in sums.items()]
     )
+    gone = connection.execute(delete(usage).where(usage.c.id.in_(ids))).rowcount
+    assert gone == len(ids), "rows were deleted by somebody else"
+    return gone
 
 
 @dataclass(eq=False)
@@ -985,15 +961,11 @@ class Retention:
 
     def __post_init__(self) -> None:
         self.worker = StoreWorker(
-            self._one_pass,
+            self.keep_within_limits,
             PASS_INTERVAL,
             first=FIRST_PASS,
             on_away=lambda why: log.warning("old usage stays", why=why),
         )
-
-    async def _one_pass(self) -> None:
-        if gone := await self.keep_within_limits():
-            log.info("old usage summed by day", rows=gone)
 
     async def keep_within_limits(self) -> int:
         """Turn into sums what is too old, then the oldest of what is too many; returns how many.
@@ -1005,7 +977,7 @@ class Retention:
         youngest = now - YOUNGEST
         if settings.days:
             before = (now // DAY - settings.days) * DAY
-            gone += await self._roll_up(min(before, youngest), None)
+            gone += await self._roll_up(min(before, youngest))
         if settings.rows:
             start: float | None = 0.0
             rows = 0
@@ -1015,16 +987,17 @@ class Retention:
                 await asyncio.sleep(BATCH_PAUSE)
             gone += await self._roll_up(youngest, rows - settings.rows)
         if gone:
+            log.info("old usage summed by day", rows=gone)
             for _ in range(MOST_VACUUMS):
                 if not await run(give_back_pages):
                     break
                 await asyncio.sleep(BATCH_PAUSE)
         return gone
 
-    async def _roll_up(self, before: float, most: int | None) -> int:
+    async def _roll_up(self, before: float, most: int = sys.maxsize) -> int:
         gone = 0
-        while most is None or gone < most:
-            rows = BATCH_ROWS if most is None else min(BATCH_ROWS, most - gone)
+        while gone < most:
+            rows = min(BATCH_ROWS, most - gone)
             async with self.reporter.reading:
                 done = await self.reporter.store.run(partial(roll_up, before=before, rows=rows))
             gone += done

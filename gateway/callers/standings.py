@@ -69,7 +69,8 @@ class Standings:
         callers = [caller for id_ in ids if (caller := ring.caller(id_)) is not None]
         async for caller in _in_turns(callers):
             book.accounts(caller)
-        await self._load()
+        if self.sync is not None:
+            await self.sync.load()
         found: dict[str, dict[str, Any]] = {}
         async for caller in _in_turns(callers):
             limits = book.standings(book.accounts(caller).tracked)
@@ -82,7 +83,8 @@ class Standings:
     async def of_groups(self) -> Mapping[str, list[dict[str, Any]]]:
         """What is used of the limits of each group that has some, by its name."""
         await self.key_sync.refresh()
-        await self._load()
+        if self.sync is not None:
+            await self.sync.load()
         return {
             name: [one.as_json() for one in self.book.standings([account])]
             for name, account in self.book.group_accounts()
@@ -100,10 +102,6 @@ class Standings:
             {"user": user, "standing": [one.as_json() for one in limits]}
             for _, user, limits in fullest
         ]
-
-    async def _load(self) -> None:
-        if self.sync is not None:
-            await self.sync.load()
 
 
 @dataclass(slots=True, eq=False)

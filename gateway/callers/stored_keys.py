@@ -125,9 +125,9 @@ def group_not_found(name: str) -> GatewayError:
 # Jobs of the store's thread.
 
 
-def keys_revision(connection: Connection) -> int:
-    """The number of the last change of keys or groups; 0: there was none."""
-    asked = select(revisions.c.number).where(revisions.c.name == KEYS_REVISION)
+def revision_of(connection: Connection, name: str = KEYS_REVISION) -> int:
+    """The number of the last change of keys or groups, or of this name; 0: there was none."""
+    asked = select(revisions.c.number).where(revisions.c.name == name)
     return int(connection.scalar(asked) or 0)
 
 
@@ -227,7 +227,11 @@ def find_key(connection: Connection, name: str) -> StoredKey:
 def add_keys(connection: Connection, specs: Sequence[KeySpec], now: float) -> list[StoredKey]:
     """Store these keys: all of them or none. Raises: KeysRefused (409)."""
     problems: list[KeyProblem] = []
-    present = _present(connection, specs)
+    words = list({word for spec in specs for word in (spec.id, spec.name)})
+    present: dict[str, StoredKey] = {}
+    for start in range(0, len(words), _MOST_PARAMETERS):
+        some = words[start : start + _MOST_PARAMETERS]
+        present |= {key.spec.id: key for key in _named(connection, some)}
     active = [key for key in present.values() if key.revoked_at is None]
     called = {word: key for key in active for word in (key.spec.id, key.spec.name)}
     count = connection.scalar(select(func.count()).select_from(keys_table)) or 0
@@ -236,10 +240,18 @@ def add_keys(connection: Connection, specs: Sequence[KeySpec], now: float) -> li
         problems.append(KeyProblem(0, "", message))
     fresh = []
     for index, spec in enumerate(specs):
-        problem, is_there = _taken(index, spec, present, called)
-        if problem is not None:
-            problems.append(problem)
-        elif not is_there:
+        same, other = present.get(spec.id), called.get(spec.name) or called.get(spec.id)
+        if same is not None and same.revoked_at is None and same.spec == spec:
+            continue  # It was stored before.
+        if same is not None:
+            state = "a revoked key has" if same.revoked_at is not None else "another key has"
+            message = f"{state} the id '{spec.id}' already"
+            problems.append(KeyProblem(index, "id", message, "choose another"))
+        elif other is not None:
+            message = f"the key {other.spec.id} is called '{other.spec.name}' already"
+            remedy = "choose another, or revoke that one"
+            problems.append(KeyProblem(index, "name", message, remedy))
+        else:
             fresh.append(StoredKey(spec, now))
     if problems:
         raise KeysRefused(problems[:MOST_PROBLEMS], 409)
@@ -336,43 +348,12 @@ def _usable(connection: Connection, name: str) -> StoredKey:
     return key
 
 
-def _taken(
-    index: int, spec: KeySpec, present: Mapping[str, StoredKey], called: Mapping[str, StoredKey]
-) -> tuple[KeyProblem | None, bool]:
-    """Why the key can't be stored; and whether it is stored already, just like this.
-
-    `present` are keys by id, `called` those that are not revoked by id and name.
-    """
-    same = present.get(spec.id)
-    if same is not None and same.revoked_at is None and same.spec == spec:
-        return None, True
-    if same is not None:
-        state = "a revoked key has" if same.revoked_at is not None else "another key has"
-        message = f"{state} the id '{spec.id}' already"
-        return KeyProblem(index, "id", message, "choose another"), False
-    other = called.get(spec.name) or called.get(spec.id)
-    if other is None:
-        return None, False
-    message = f"the key {other.spec.id} is called '{other.spec.name}' already"
-    return KeyProblem(index, "name", message, "choose another, or revoke that one"), False
-
-
 _MOST_PARAMETERS = 10_000  # values that one statement names; SQLite takes 32,766
 
 
-def _present(connection: Connection, specs: Sequence[KeySpec]) -> dict[str, StoredKey]:
-    """The stored keys that have an id or a name of one of these, by id."""
-    words = list({word for spec in specs for word in (spec.id, spec.name)})
-    found: dict[str, StoredKey] = {}
-    for start in range(0, len(words), _MOST_PARAMETERS):
-        for key in _named(connection, words[start : start + _MOST_PARAMETERS]):
-            found[key.spec.id] = key
-    return found
-
-
 def _named(connection: Connection, words: Sequence[str]) -> list[StoredKey]:
-    wanted = select(keys_table).where(or_(keys_table.c.id.in_(words), keys_table.c.name.in_(words)))
-    return [key for row in connection.execute(wanted) if (key := stored_key(row)) is not None]
+    wanted = or_(keys_table.c.id.in_(words), keys_table.c.name.in_(words))
+    return read_keys(connection, [wanted])
 
 
 def _write(connection: Connection, key: StoredKey, now: float) -> None:
@@ -443,7 +424,6 @@ LARGEST_FILE = 128 << 20  # bytes; 100,000 keys of 1 KiB each fit
 # Seconds until a file that could not be written is tried again; then twice as long each time.
 FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 60.0
-_PRIVATE = 0o600
 
 
 class _FileKey(msgspec.Struct):
@@ -525,7 +505,7 @@ class LastKnownKeys:
         }
         whole = _KeysFile(FILE_VERSION, _store_id(self.location), self.now(), current, in_json)
         try:
-            write_state(path, whole, mode=_PRIVATE)
+            write_state(path, whole, mode=0o600)
         except OSError as error:
             self._unsaved = keys, groups
             self._failed(path, current, str(error))
@@ -677,12 +657,9 @@ class KeySync:
                 log.warning("stored keys are unknown", why=error.message, remedy=error.remedy)
                 return
             if saved.saved_at is not None:
-                at = (
-                    datetime.fromtimestamp(saved.saved_at)
-                    .astimezone()
-                    .isoformat(timespec="seconds")
-                )
-                log.warning("stored keys as last known", of=at, why=str(error))
+                at = datetime.fromtimestamp(saved.saved_at).astimezone()
+                of = at.isoformat(timespec="seconds")
+                log.warning("stored keys as last known", of=of, why=str(error))
             else:
                 log.warning("no key was ever stored", why=error.message, remedy=error.remedy)
             self._take(saved)
@@ -760,16 +737,14 @@ class KeySync:
 
     def _read_changes(self, connection: Connection) -> KnownKeys | None:
         """What the store has; None: it is what it was. On the store's thread."""
-        revision = keys_revision(connection)
+        revision = revision_of(connection)
         if revision == self._revision:
             return None
         known: dict[tuple[Any, ...], tuple[StoredKey, HeldKey] | None] = {}
         for row in key_rows(connection):
             values = tuple(row)
-            if values in self._known:
-                known[values] = self._known[values]
-            else:
-                known[values] = _held_key_of(row)
+            seen = values in self._known
+            known[values] = self._known[values] if seen else _held_key_of(row)
         self._known = known
         both = [pair for pair in known.values() if pair is not None]
         return KnownKeys(

@@ -212,12 +212,9 @@ def existing_file(value: object, info: ValidationInfo) -> object:
     Where no file names it (settings built in code), the path stays as it is.
     """
     path, folder = _resolved(value, info)
-    if folder is None:
-        return path
-    try:
-        found = path.exists() and not path.is_dir()
-    except OSError:
-        found = False
+    found = folder is None
+    with contextlib.suppress(OSError):
+        found = found or (path.exists() and not path.is_dir())
     if not found:
         raise validation_error(
             # The path isn't shown: a key may have been pasted here.
@@ -405,8 +402,9 @@ def parse_duration(value: object) -> float:
     Raises ValueError for anything else.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return _finite(value)
-    if isinstance(value, str) and len(value) <= _LONGEST and value.isascii():
+        if abs(value) <= sys.float_info.max:
+            return float(value)
+    elif isinstance(value, str) and len(value) <= _LONGEST and value.isascii():
         text = value.strip()
         if _NUMBER.fullmatch(text):
             return float(text)
@@ -442,7 +440,7 @@ def parse_size(value: object) -> int:
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    if isinstance(value, float) and _finite(value).is_integer():
+    if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, str) and len(value) <= _LONGEST and value.isascii():
         text = value.strip()
@@ -471,29 +469,10 @@ def format_duration(seconds: float) -> str:
     return f"{seconds:g}s"
 
 
-def _finite(value: float) -> float:
-    try:
-        number = float(value)
-    except OverflowError:
-        raise ValueError("out of range") from None
-    if not math.isfinite(number):
-        raise ValueError("not finite")
-    return number
-
-
 _DURATION_SCHEMA = {
     "anyOf": [
         {"type": "number", "minimum": 0},
         {"type": "string", "pattern": r"^\s*([0-9.]+\s*(ms|s|m|h|d)\s*)+$"},
-    ]
-}
-
-_SWITCHABLE_SCHEMA = {"anyOf": [*_DURATION_SCHEMA["anyOf"], {"enum": ["off", False]}]}
-
-_SIZE_SCHEMA = {
-    "anyOf": [
-        {"type": "integer", "minimum": 1},
-        {"type": "string", "pattern": r"^\s*[0-9.]+\s*([kKmMgGtT][iI]?)?[bB]\s*$"},
     ]
 }
 
@@ -545,7 +524,7 @@ SecondsOrOff = Annotated[
     Field(ge=0, le=LONGEST_DURATION),
     _READ_DURATION,
     BeforeValidator(_off_is_zero),
-    WithJsonSchema(_SWITCHABLE_SCHEMA),
+    WithJsonSchema({"anyOf": [*_DURATION_SCHEMA["anyOf"], {"enum": ["off", False]}]}),
     TypeLabel("duration or `off`", "s"),
 ]
 
@@ -564,7 +543,14 @@ Timestamp = Annotated[
 _Size = Annotated[
     int,
     read_by(parse_size, "must be a number of bytes", 'such as 65536, "64KiB", "500kB" or "1GiB"'),
-    WithJsonSchema(_SIZE_SCHEMA),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": 1},
+                {"type": "string", "pattern": r"^\s*[0-9.]+\s*([kKmMgGtT][iI]?)?[bB]\s*$"},
+            ]
+        }
+    ),
     TypeLabel("size", "bytes"),
 ]
 

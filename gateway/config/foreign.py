@@ -33,9 +33,6 @@ _LLAMA_CPP = re.compile(r"llama[-._]?(cpp|server)|llama\.cpp")
 
 _ENGINES = re.compile(r"llama|vllm|sglang|tgi|text-generation|local-?ai|kobold|litellm")
 
-_LLAMA_SWAP_PORT = 5800
-"""The port of its first model, unless `startPort` says another."""
-
 _ON_DEMAND = "openai, models_on_demand: true"
 """The kind of servers that load the models of their list by themselves."""
 
@@ -48,8 +45,6 @@ _LLAMA_SWAP_NOTES = (
 
 
 class _Server(NamedTuple):
-    """A server, as far as the file tells it."""
-
     name: str
     url: str
     kind: str = ""
@@ -118,7 +113,7 @@ def _litellm(root: dict[str, Any]) -> Iterator[_Server]:
 
 def _llama_swap(root: dict[str, Any]) -> Iterator[_Server]:
     start = root.get("startPort")
-    port = start if isinstance(start, int) else _LLAMA_SWAP_PORT
+    port = start if isinstance(start, int) else 5800  # that of its first model
     macros = [*islice(_mapping(root.get("macros")).items(), MOST_ENTRIES)]
     for name, entry in sorted(_entries(root["models"])):
         command = str(entry.get("cmd") or "")
@@ -143,7 +138,8 @@ def _compose(root: dict[str, Any]) -> Iterator[_Server]:
     for name, (service, text) in (engines or services).items():
         own = _PORT.search(text)
         url = f"http://{name}:{own[1] if own else '8080'}"
-        for mapped in islice(_listed(service.get("ports")), 1):
+        ports = service.get("ports")
+        for mapped in ports[:1] if isinstance(ports, list) else ():
             # `8081:8080`, with or without an address before it.
             outer = mapped.get("published") if isinstance(mapped, dict) else str(mapped)
             parts = str(outer or "").split(":")
@@ -151,10 +147,6 @@ def _compose(root: dict[str, Any]) -> Iterator[_Server]:
         kind = "" if "llama" in text else "openai"
         kind = _ON_DEMAND if "ollama" in text or "llama-swap" in text else kind
         yield _Server(name, url, kind)
-
-
-def _listed(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 def _text(command: object) -> str:

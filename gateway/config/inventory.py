@@ -129,6 +129,11 @@ class NodeTls(ConfigModel):
         return key
 
 
+_HookOrCommand = Annotated[
+    Hook | None, BeforeValidator(command_as_hook), TypeLabel("list or mapping")
+]
+
+
 class NodeSpec(ConfigModel):
     """One node: a llama.cpp server, or another OpenAI-compatible endpoint."""
 
@@ -289,17 +294,10 @@ class NodeSpec(ConfigModel):
     standby: bool = False
     """`true`: it gets no requests until its `start` hook has been run on demand; without hooks it
     never does."""
-    start: Annotated[
-        Hook | None, BeforeValidator(command_as_hook), TypeLabel("list or mapping")
-    ] = None
+    start: _HookOrCommand = None
     """Starts a standby node: a list (program, arguments), or the mapping below. Needs `stop` and
     `model`."""
-    stop: Annotated[
-        Hook | None,
-        BeforeValidator(command_as_hook),
-        Field(validate_default=True),
-        TypeLabel("list or mapping"),
-    ] = None
+    stop: Annotated[_HookOrCommand, Field(validate_default=True)] = None
     """Stops it; written as `start` is."""
     labels: Annotated[
         Mapping[NonEmptyText, str], Field(max_length=64), TypeLabel("mapping of texts")
@@ -439,7 +437,7 @@ class Inventory(ConfigModel):
 
 
 def load_inventory(
-    path: Path, env: Mapping[str, str] | None = None, *, text: str | None = None
+    path: Path, env: Mapping[str, str] = os.environ, *, text: str | None = None
 ) -> Inventory:
     """Read the inventory from a YAML file.
 
@@ -447,7 +445,6 @@ def load_inventory(
     what to read in place of the file's own. Raises ConfigError with every problem of the file.
     Reads the disk: call it in a thread.
     """
-    env = os.environ if env is None else env
     if text is None and not os.path.lexists(path):
         raise ConfigError([Problem(path, 0, "", "there is no such file", _NO_FILE_REMEDY)])
     source = yaml_file.read_yaml(path, env, text)
@@ -457,15 +454,16 @@ def load_inventory(
     defaults, entries = _read_top_level(source, problems)
 
     # The defaults are checked even if no node takes them.
-    needed = {"name": _text_entry("node"), "url": _text_entry("http://node")}
-    checked = yaml_file.mapping_of({**defaults.entries, **needed})
+    needed = {"name": "node", "url": "http://node"}
+    given = {key: YamlEntry(YamlScalar(value), 0, "") for key, value in needed.items()}
+    checked = YamlMapping({**defaults.entries, **given})
     problems += yaml_file.validate(NodeSpec, source, YamlEntry(checked, 0, "defaults"), env)[1]
 
     nodes: list[NodeSpec] = []
     values = 0
     for entry in entries:
         merged = _with_defaults(defaults, entry)
-        values += merged.tree.value_count
+        values += yaml_file.measure(merged.tree)[0]
         if values > MOST_VALUES:
             problems.append(
                 Problem(path, entry.line, entry.key, f"more than {MOST_VALUES} values in all")
@@ -519,10 +517,6 @@ def _server_of(url: str) -> tuple[str, int, str]:
     return host, parts.port or (443 if parts.scheme == "https" else 80), parts.path
 
 
-def _text_entry(value: str) -> YamlEntry:
-    return YamlEntry(YamlScalar(value), 0, "")
-
-
 def _read_top_level(
     source: YamlDocument, problems: list[Problem]
 ) -> tuple[YamlMapping, tuple[YamlEntry, ...]]:
@@ -540,7 +534,7 @@ def _read_top_level(
             report(root, "the file is empty", "write nodes: []")
         else:
             report(root, "must be a mapping", f"write nodes: and below it {_EXAMPLE}")
-        return yaml_file.mapping_of({}), ()
+        return YamlMapping({}), ()
     for key, entry in root.tree.entries.items():
         if key not in {"defaults", "nodes"}:
             remedy = yaml_file.unknown_key_remedy(key, ("defaults", "nodes"))
@@ -553,14 +547,14 @@ def _read_top_level(
 def _defaults(root: YamlMapping, report: Callable[..., None]) -> YamlMapping:
     given = root.entries.get("defaults")
     if given is None or given.tree == YamlScalar(None):
-        return yaml_file.mapping_of({})
+        return YamlMapping({})
     if not isinstance(given.tree, YamlMapping):
         report(given, "must be a mapping", "of keys for every node")
-        return yaml_file.mapping_of({})
+        return YamlMapping({})
     for key in _NO_DEFAULTS:
         if key in given.tree.entries:
             report(given.tree.entries[key], "can't be a default", "each node has its own")
-    return yaml_file.mapping_of(
+    return YamlMapping(
         {key: one for key, one in given.tree.entries.items() if key not in _NO_DEFAULTS}
     )
 
@@ -589,17 +583,15 @@ def _with_defaults(defaults: YamlMapping, entry: YamlEntry) -> YamlEntry:
         if any(key in entry.tree.entries for key in pair):
             for key in pair:
                 own_defaults.pop(key, None)
-    return YamlEntry(_merged(yaml_file.mapping_of(own_defaults), entry.tree), entry.line, entry.key)
+    return YamlEntry(_merged(YamlMapping(own_defaults), entry.tree), entry.line, entry.key)
 
 
 def _merged(below: YamlMapping, above: YamlMapping) -> YamlMapping:
     """Lay a mapping over another, and the mappings in it over theirs."""
     entries = dict(below.entries)
     for key, entry in above.entries.items():
-        under = entries.get(key)
-        entries[key] = entry
-        if key == "model" or under is None or not isinstance(entry.tree, YamlMapping):
-            continue
-        if isinstance(under.tree, YamlMapping):
-            entries[key] = YamlEntry(_merged(under.tree, entry.tree), entry.line, entry.key)
-    return yaml_file.mapping_of(entries)
+        under, tree = entries.get(key), entry.tree
+        if key != "model" and under is not None and isinstance(tree, YamlMapping):
+            tree = _merged(under.tree, tree) if isinstance(under.tree, YamlMapping) else tree
+        entries[key] = YamlEntry(tree, entry.line, entry.key)
+    return YamlMapping(entries)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, SecretStr, ValidationInfo, field_validator
@@ -37,6 +37,8 @@ from gateway.config.fields import (
     secret_from_variable,
     validation_error,
 )
+
+T = TypeVar("T")
 
 DEFAULT_PATIENCE = {"urgent": 10.0, "premium": 30.0, "normal": 60.0, "batch": 600.0}
 """Seconds of waiting after which a request of a class is overdue; `classes` overrides them."""
@@ -186,6 +188,9 @@ def _url(value: object) -> object:
     return value
 
 
+_Headers = Annotated[Mapping[str, T], BeforeValidator(_headers), Field(max_length=64)]
+
+
 class Hook(ConfigModel):
     """Starts or stops a node: a command that exits with 0, or an HTTP call that gets a 2xx."""
 
@@ -196,26 +201,15 @@ class Hook(ConfigModel):
     are in its environment."""
     method: Literal["GET", "POST", "PUT", "PATCH", "DELETE"] = "POST"
     """Method of the HTTP call."""
-    headers: Annotated[
-        Mapping[str, NonEmptyText],
-        BeforeValidator(_headers),
-        Field(max_length=64),
-        TypeLabel("mapping of texts"),
-    ] = {}
+    headers: Annotated[_Headers[NonEmptyText], TypeLabel("mapping of texts")] = Field(default={})
     """Headers of the HTTP call."""
-    headers_env: Annotated[
-        Mapping[str, EnvVarName],
-        BeforeValidator(_headers),
-        Field(max_length=64),
-        TypeLabel("mapping of names of variables"),
-    ] = {}
+    headers_env: Annotated[_Headers[EnvVarName], TypeLabel("mapping of names of variables")] = (
+        Field(default={})
+    )
     """Headers with a secret: the names of the variables that hold the values."""
-    headers_file: Annotated[
-        Mapping[str, ExistingFile],
-        BeforeValidator(_headers),
-        Field(max_length=64),
-        TypeLabel("mapping of paths"),
-    ] = {}
+    headers_file: Annotated[_Headers[ExistingFile], TypeLabel("mapping of paths")] = Field(
+        default={}
+    )
     """Headers with a secret: the files that hold the values."""
     body: Annotated[Annotated[str, Field(max_length=65536)] | None, TypeLabel("text")] = None
     """Body of the HTTP call, sent as it stands."""
@@ -335,6 +329,9 @@ def _parameters(value: object) -> object:
     return value
 
 
+_Parameters = Annotated[JsonMap, BeforeValidator(_parameters), TypeLabel("mapping")]
+
+
 class ReplicaSettings(ConfigModel):
     """How many nodes hold a model at a time, of those that load models on demand."""
 
@@ -363,13 +360,9 @@ class ModelRule(ConfigModel):
 
     use: Annotated[Listed[NonEmptyText], TypeLabel("name or list")] = ()
     """A model, or a list of which the first that can serve is taken. Unset: the name itself."""
-    set: Annotated[JsonMap, BeforeValidator(_parameters), TypeLabel("mapping")] = Field(
-        default_factory=dict
-    )
+    set: _Parameters = Field(default_factory=dict)
     """Parameters that every request gets, instead of its own."""
-    default: Annotated[JsonMap, BeforeValidator(_parameters), TypeLabel("mapping")] = Field(
-        default_factory=dict
-    )
+    default: _Parameters = Field(default_factory=dict)
     """Parameters that a request gets unless it has them."""
     max_tokens: Annotated[Count | None, TypeLabel("number", "tokens")] = None
     """Tokens one answer may have; a request for more is lowered."""

@@ -640,7 +640,7 @@ _EMPTY_REMEDY = "write the settings into it; {} stands for the defaults, which n
 
 def load_settings(
     path: Path | None,
-    env: Mapping[str, str] | None = None,
+    env: Mapping[str, str] = os.environ,
     *,
     rejected: RejectedFiles = "nothing",
     text: str | None = None,
@@ -657,7 +657,6 @@ def load_settings(
     """
     if path is None:
         return Settings()
-    env = os.environ if env is None else env
     source = yaml_file.read_yaml(path, env, text)
     root = source.root
     if foreign := foreign_problem(source, "settings"):
@@ -665,7 +664,7 @@ def load_settings(
     if root.tree == YamlScalar(None):
         if rejected == "empty" or (rejected == "blank" and source.blank and path.is_file()):
             raise ConfigError([Problem(path, 0, "", "the file is empty", _EMPTY_REMEDY)])
-        root = YamlEntry(yaml_file.mapping_of({}), root.line, root.key)
+        root = YamlEntry(YamlMapping({}), root.line, root.key)
     problems = list(source.problems)
     if not isinstance(root.tree, YamlMapping):
         remedy = "write keys with values, such as queue: {max: 100}"
@@ -678,14 +677,13 @@ def load_settings(
 
 
 def load_admin(
-    path: Path, needed: Collection[str], env: Mapping[str, str] | None = None
+    path: Path, needed: Collection[str], env: Mapping[str, str] = os.environ
 ) -> AdminSettings:
     """Read some keys of `admin`, from a file in which others are wrong.
 
     For commands that ask a gateway which serves on with the settings that it has. Raises
     ConfigError with the problems of these keys.
     """
-    env = os.environ if env is None else env
     source = yaml_file.read_yaml(path, env)
     root = source.root.tree
     entry = root.entries.get("admin") if isinstance(root, YamlMapping) else None
@@ -702,10 +700,8 @@ def load_admin(
         if tls is not None and isinstance(tls.tree, YamlMapping) and "cert" in tls.tree.entries:
             # A client has no use for the certificate's key, which it may not be able to read.
             cert = tls.tree.entries["cert"]
-            kept["tls"] = YamlEntry(
-                yaml_file.mapping_of({"cert": cert, "key": cert}), tls.line, tls.key
-            )
-        entry = YamlEntry(yaml_file.mapping_of(kept), entry.line, entry.key)
+            kept["tls"] = YamlEntry(YamlMapping({"cert": cert, "key": cert}), tls.line, tls.key)
+        entry = YamlEntry(YamlMapping(kept), entry.line, entry.key)
     admin, wrongs = yaml_file.validate(AdminSettings, source, entry, env)
     if problems or wrongs or admin is None:
         raise ConfigError(yaml_file.first_of_each_place([*problems, *wrongs]))

@@ -48,8 +48,6 @@ _POSTGRES = ("postgresql", "postgres", "postgresql+psycopg")
 
 _SECRETS = {"password", "sslpassword"}
 
-MASKED_PASSWORD = "***"  # noqa: S105 - it stands for one
-
 
 def _store_url(value: object, info: ValidationInfo) -> object:
     """Check a URL; a relative path starts in the folder of the file that names it."""
@@ -112,7 +110,7 @@ def masked_store_url(url: str) -> str:
         return url
     user, _, host = parts.netloc.rpartition("@")
     user = user.partition(":")[0]
-    return parts._replace(netloc=f"{user}:{MASKED_PASSWORD}@{host}").geturl()
+    return parts._replace(netloc=f"{user}:***@{host}").geturl()
 
 
 class RetentionSettings(ConfigModel):

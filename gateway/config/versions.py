@@ -254,7 +254,6 @@ def difference(before: str, after: str, *, with_secrets: bool = False) -> dict[s
 
 
 def _common(one: Sequence[str], other: Sequence[str]) -> int:
-    """How many lines both begin with."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((number for number, (a, b) in pairs if a != b), min(len(one), len(other)))
 

@@ -51,7 +51,6 @@ def file_stamps(files: Iterable[Path]) -> dict[Path, FileStamp]:
 
 
 def _stamp(path: Path) -> FileStamp:
-    """Device, inode, size and times of the file that a link leads to."""
     try:
         stat = path.stat()
     except OSError:

@@ -49,26 +49,20 @@ class YamlScalar:
 
     value: ScalarValue
     raw_text: str | None = None
-    value_count: int = 1
-    depth: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class YamlList:
-    """A list, the number of values in it, itself included, and how deep they are nested."""
+    """A list."""
 
     entries: tuple[YamlEntry, ...]
-    value_count: int
-    depth: int
 
 
 @dataclass(frozen=True, slots=True)
 class YamlMapping:
-    """A mapping, counted as a list is; its keys are texts, whatever they look like."""
+    """A mapping; its keys are texts, whatever they look like."""
 
     entries: Mapping[str, YamlEntry]
-    value_count: int
-    depth: int
 
 
 YamlTree = YamlScalar | YamlList | YamlMapping
@@ -94,17 +88,13 @@ class YamlDocument:
     """Whether the file is empty, without even a comment."""
 
 
-def mapping_of(entries: Mapping[str, YamlEntry]) -> YamlMapping:
-    """Build a mapping from entries that may come from several places."""
-    return YamlMapping(entries, *_measure(entries.values()))
-
-
-def _measure(entries: Iterable[YamlEntry]) -> tuple[int, int]:
-    value_count, depth = 1, 0
-    for entry in entries:
-        value_count += entry.tree.value_count
-        depth = max(depth, entry.tree.depth)
-    return value_count, depth + 1
+def measure(tree: YamlTree) -> tuple[int, int]:
+    """How many values are in a tree, itself included, and how deep they are nested."""
+    if isinstance(tree, YamlScalar):
+        return 1, 1
+    entries = tree.entries if isinstance(tree, YamlList) else tree.entries.values()
+    counts, depths = zip((1, 0), *(measure(one.tree) for one in entries), strict=True)
+    return sum(counts), 1 + max(depths)
 
 
 def to_plain(tree: YamlTree, longest: int | None = None) -> object:
@@ -156,7 +146,7 @@ def read_text(path: Path, most: int = MOST_FILE_BYTES) -> str:
         ) from None
 
 
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_TOO_DEEP = f"nested deeper than {MOST_NESTING} levels"
 
 _TEXT_TAG, _NO_TAG = "tag:yaml.org,2002:str", "a tag but !!str is not supported"
 
@@ -170,7 +160,7 @@ class _TreeBuilder:
         self._file = file
         self._env = env
         self._text = text
-        self._events = yaml.parse(text, Loader=_Loader)
+        self._events = yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         self._problems: list[Problem] = []
         # None: the anchor's value has not ended yet.
         self._anchors: dict[str, YamlTree | None] = {}
@@ -199,6 +189,8 @@ class _TreeBuilder:
 
     def _entry(self, event: NodeEvent, line: int, path: str) -> YamlEntry:
         """Read the value that an event begins."""
+        if self._nesting == MOST_NESTING:
+            raise self._fatal(event, _TOO_DEEP)
         tree: YamlTree
         match event:
             case AliasEvent():
@@ -221,30 +213,28 @@ class _TreeBuilder:
         tree = self._anchors[name]
         if tree is None:
             raise self._fatal(event, f"the alias *{name} is inside of what it stands for")
-        self._values += tree.value_count
+        count, depth = measure(tree)
+        self._values += count
+        if self._nesting + depth > MOST_NESTING:
+            raise self._fatal(event, _TOO_DEEP)
         return tree
 
     def _collection(self, event: CollectionStartEvent, line: int, path: str) -> YamlTree:
-        is_mapping = isinstance(event, MappingStartEvent)
         if event.tag is not None:
             self._problem(line, path, _NO_TAG, "remove it")
         if event.anchor is not None:
             self._anchors[event.anchor] = None
-        tree: YamlTree | None = None
-        if self._nesting < MOST_NESTING:
-            self._nesting += 1
-            tree = self._mapping(path) if is_mapping else self._list(path)
-            self._nesting -= 1
-        # Aliases nest deeper than the file's text.
-        if tree is None or tree.depth > MOST_NESTING:
-            raise self._fatal(event, f"nested deeper than {MOST_NESTING} levels")
+        self._nesting += 1
+        is_mapping = isinstance(event, MappingStartEvent)
+        tree = self._mapping(path) if is_mapping else self._list(path)
+        self._nesting -= 1
         return tree
 
     def _list(self, path: str) -> YamlList:
         items: list[YamlEntry] = []
         while isinstance(event := next(self._events), NodeEvent):
             items.append(self._entry(event, _line(event), f"{path}[{len(items)}]"))
-        return YamlList(tuple(items), *_measure(items))
+        return YamlList(tuple(items))
 
     def _mapping(self, path: str) -> YamlMapping:
         entries: dict[str, YamlEntry] = {}
@@ -263,7 +253,7 @@ class _TreeBuilder:
             entries.setdefault(key, entry)
         if merge := entries.pop("<<", None):
             self._merge(merge, entries)
-        return mapping_of(entries)
+        return YamlMapping(entries)
 
     def _merge(self, merge: YamlEntry, entries: dict[str, YamlEntry]) -> None:
         """Add the entries of the mappings that `<<` names; a mapping's own keys come first."""
@@ -282,13 +272,7 @@ class _TreeBuilder:
     def _scalar(self, event: ScalarEvent, line: int, path: str) -> YamlScalar:
         if event.tag not in {None, _TEXT_TAG}:
             self._problem(line, path, _NO_TAG, "remove it; quotes make a text of a value")
-        text = event.value
-        typed = parse_scalar(text) if event.implicit[0] else text
-        scalar = self._interpolated(typed, line, path)
-        is_text = event.tag == _TEXT_TAG and scalar.raw_text is not None
-        return YamlScalar(scalar.raw_text) if is_text else scalar
-
-    def _interpolated(self, value: ScalarValue, line: int, path: str) -> YamlScalar:
+        value = parse_scalar(event.value) if event.implicit[0] else event.value
         if not isinstance(value, str) or "$" not in value:
             return YamlScalar(value)
         try:
@@ -296,9 +280,10 @@ class _TreeBuilder:
         except InterpolationError as error:
             self._problem(line, path, error.message, error.remedy)
             return YamlScalar(value)
-        if is_variable_reference(value):
-            return YamlScalar(parse_scalar(text.strip()), text)
-        return YamlScalar(text)
+        reference = _DOLLAR.fullmatch(value)
+        if reference is None or reference["inner"] is None or event.tag == _TEXT_TAG:
+            return YamlScalar(text)
+        return YamlScalar(parse_scalar(text.strip()), text)
 
     def _problem(self, line: int, path: str, message: str, remedy: str) -> None:
         self._problems.append(Problem(self._file, line, path, message, remedy))
@@ -357,12 +342,6 @@ class InterpolationError(ValueError):
         self.message = message
         self.remedy = remedy
         super().__init__(f"{message} ({remedy})")
-
-
-def is_variable_reference(text: str) -> bool:
-    """Return whether a text is wholly one `${...}`."""
-    found = _DOLLAR.fullmatch(text)
-    return found is not None and found["inner"] is not None
 
 
 def interpolate(text: str, env: Mapping[str, str]) -> str:
@@ -494,11 +473,14 @@ def validate(
         except ValidationError as error:
             errors = error.errors(include_url=False)
         # `name: ${N}` with N=42: the value became a number, but this key needs its text.
-        wanted = [error["loc"] for error in errors if _wants_text(error, entry)]
-        if not wanted:
+        wanted = [error["loc"] for error in errors if error["type"] == "string_type"]
+        found = ((loc, find_entry(entry, loc).tree) for loc in wanted)
+        texts = {loc: tree.raw_text for loc, tree in found if isinstance(tree, YamlScalar)}
+        if not any(text is not None for text in texts.values()):
             break
-        for loc in wanted:
-            _put(data, loc, find_entry(entry, loc))
+        for loc, text in texts.items():
+            if text is not None:
+                _put(data, loc, text)
     return None, [_problem(error, model, source.file, entry) for error in errors[:MOST_PROBLEMS]]
 
 
@@ -561,20 +543,12 @@ def find_entry(entry: YamlEntry, loc: Iterable[str | int]) -> YamlEntry:
     return entry
 
 
-def _wants_text(error: ErrorDetails, entry: YamlEntry) -> bool:
-    if error["type"] != "string_type":
-        return False
-    tree = find_entry(entry, error["loc"]).tree
-    return isinstance(tree, YamlScalar) and tree.raw_text is not None
-
-
-def _put(data: Any, loc: tuple[str | int, ...], entry: YamlEntry) -> None:
+def _put(data: Any, loc: tuple[str | int, ...], text: str) -> None:
     for part in loc[:-1]:
         # A list that stands for a mapping (`start: [...]`) lacks the key that the location names.
         if not (isinstance(data, list) and isinstance(part, str)):
             data = data[part]
-    if isinstance(entry.tree, YamlScalar):
-        data[loc[-1]] = entry.tree.raw_text
+    data[loc[-1]] = text
 
 
 def _problem(
@@ -609,7 +583,9 @@ def error_words(
             str(loc[-1]), keys_of(parent)
         )
     elif kind == "literal_error":
-        message, remedy = _literal(context["expected"], error["input"])
+        names = context["expected"].replace("'", "").replace(" or ", ", ").split(", ")
+        message = f"must be {'' if len(names) == 1 else 'one of: '}{', '.join(names)}"
+        remedy = _did_you_mean(str(error["input"]), names)
     elif kind == "string_type" and isinstance(error["input"], (bool, int, float)):
         message, remedy = _MESSAGES[kind], "put it in quotes"
     elif not message:
@@ -622,7 +598,6 @@ def error_words(
 
 
 def _add_remedy(key: str, model: type[ConfigModel]) -> str:
-    """Write the remedy for a missing key."""
     field = keys_of(model).get(key)
     if field is None:
         return "add it"
@@ -646,13 +621,6 @@ def _move_remedy(key: str, model: type[ConfigModel]) -> str:
     return f"it is a key of {' and of '.join(sections)}: indent it below" if sections else ""
 
 
-def _literal(expected: str, value: object) -> tuple[str, str]:
-    allowed = expected.replace("'", "")
-    names = allowed.replace(" or ", ", ").split(", ")
-    message = f"must be {allowed}" if len(names) == 1 else f"must be one of: {', '.join(names)}"
-    return message, _did_you_mean(str(value), names)
-
-
 def keys_of(model: type[ConfigModel]) -> dict[str, FieldInfo]:
     """Return the fields of a mapping by the keys that the file uses."""
     return {
@@ -670,12 +638,7 @@ def meaning_of(model: type[ConfigModel], key: str) -> str:
     return description_of(model, name)
 
 
-def nested_model(annotation: Any) -> type[ConfigModel] | None:
-    """Find the model in a type: the type itself, or that of its items or values."""
-    return _nested(annotation)[0]
-
-
-def _nested(annotation: Any) -> tuple[type[ConfigModel] | None, bool]:
+def nested_model(annotation: Any) -> tuple[type[ConfigModel] | None, bool]:
     """The model in a type, and whether the type holds several of it, by index or by name."""
     if isinstance(annotation, type) and issubclass(annotation, ConfigModel):
         return annotation, False
@@ -687,7 +650,7 @@ def _nested(annotation: Any) -> tuple[type[ConfigModel] | None, bool]:
     elif holds_several and origin is not tuple and len(parts) == 2:  # a mapping
         parts = parts[1:]
     for part in parts:
-        model, below = _nested(part)
+        model, below = nested_model(part)
         if model is not None:
             return model, below or holds_several
     return None, False
@@ -703,5 +666,5 @@ def model_at_path(model: type[ConfigModel], path: Sequence[str | int]) -> type[C
         elif current is None or (field := keys_of(current).get(str(part))) is None:
             return None
         else:
-            current, is_one_of_several = _nested(field.annotation)
+            current, is_one_of_several = nested_model(field.annotation)
     return current

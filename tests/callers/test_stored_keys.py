@@ -33,10 +33,10 @@ from gateway.callers.stored_keys import (
     change_key,
     count_stored_keys,
     find_key,
-    keys_revision,
     put_group,
     read_groups,
     read_keys,
+    revision_of,
     revoke_key,
     rotate_key,
     with_groups,
@@ -111,13 +111,13 @@ CHANGES: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_made_twice_raises_the_revision_once(store: Store, change: str) -> None:
     add(store, FULL)
-    before = do(store, keys_revision)
+    before = do(store, revision_of)
     do(store, *CHANGES[change])
-    after = do(store, keys_revision)
+    after = do(store, revision_of)
     assert after > before > 0
     keys = do(store, read_keys, ())
     do(store, *CHANGES[change])
-    assert do(store, keys_revision) == after
+    assert do(store, revision_of) == after
     assert do(store, read_keys, ()) == keys
 
 
@@ -134,12 +134,12 @@ def test_names_and_ids_of_stored_keys_are_unique_together_and_a_refusal_changes_
     store: Store, second: KeySpec
 ) -> None:
     add(store, spec())
-    before = do(store, keys_revision)
+    before = do(store, revision_of)
     with pytest.raises(KeysRefused) as caught:
         add(store, BOBS, second)
     assert caught.value.status == 409
     assert [problem.index for problem in caught.value.problems] == [1]
-    assert do(store, keys_revision) == before
+    assert do(store, revision_of) == before
     assert len(do(store, read_keys)) == 1
     add(store, BOBS)
     with pytest.raises(KeysRefused):
@@ -197,11 +197,11 @@ def test_a_key_that_a_later_version_wrote_has_no_rights(store: Store) -> None:
 
 def test_the_revision_of_a_store_from_a_backup_is_another(store: Store) -> None:
     add(store, spec())
-    first = do(store, keys_revision)
+    first = do(store, revision_of)
     do(store, stored_keys.raise_revision, NOW - 1000)
-    assert do(store, keys_revision) == first + 1  # never back, though the clock was
+    assert do(store, revision_of) == first + 1  # never back, though the clock was
     do(store, stored_keys.raise_revision, NOW + 1)
-    assert do(store, keys_revision) == int((NOW + 1) * 1000)
+    assert do(store, revision_of) == int((NOW + 1) * 1000)
 
 
 def test_thousands_of_keys_are_imported_at_once_and_their_number_is_bounded(

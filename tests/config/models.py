@@ -11,7 +11,7 @@ def models_below(model: type[ConfigModel]) -> list[type[ConfigModel]]:
     found = [model]
     for one in found:
         for field in keys_of(one).values():
-            inner = nested_model(field.annotation)
+            inner, _ = nested_model(field.annotation)
             if inner is not None and inner not in found:
                 found.append(inner)
     return found

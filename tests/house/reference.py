@@ -117,7 +117,7 @@ def _sections(
     rows = (_row(model, path, key, field) for key, field in keys.items())
     yield f"{title}\n{_table(('key', 'type', 'default', 'meaning'), rows)}"
     for key, field in keys.items():
-        inner = nested_model(field.annotation)
+        inner, _ = nested_model(field.annotation)
         if inner is not None and inner not in written:
             # Of several mappings: by index, or by name.
             several = {"list": "[]", "mapping of rules": ".<name>"}.get(_label(field).name, "")
