@@ -138,7 +138,9 @@ def connect(
     connection = engine.connect()
     try:
         if location.path is None:
-            _set_up_postgres(connection)
+            with connection.begin():
+                for name, value in _POSTGRES_SESSION.items():
+                    connection.exec_driver_sql(f"SET {name} = {value}")
         elif own_file is not None:
             _set_up_sqlite(connection)
     except BaseException:
@@ -322,12 +324,6 @@ _POSTGRES_SESSION = {
 }
 
 
-def _set_up_postgres(connection: Connection) -> None:
-    with connection.begin():
-        for name, value in _POSTGRES_SESSION.items():
-            connection.exec_driver_sql(f"SET {name} = {value}")
-
-
 @contextlib.contextmanager
 def transaction(
     connection: Connection, *, write: bool = True, seconds: float = STATEMENT_SECONDS
@@ -463,17 +459,12 @@ def try_write(connection: Connection) -> None:
     connection.execute(update(levels).values(id=levels.c.id))
 
 
-def migrate(connection: Connection, program: Program, now: float) -> None:
-    """Make the tables, or bring them to the program's level. Raises: StoreError, DBAPIError.
-
-    All or nothing, under a lock: of several processes that start at once, one does it.
-    """
-    with transaction(connection):
-        make_tables(connection, program, now)
-
-
 def make_tables(connection: Connection, program: Program, now: float) -> bool:
-    """As `migrate`, in the transaction that is under way; returns whether there were none."""
+    """Make the tables, or bring them to the program's level; returns whether there were none.
+
+    In a transaction, under a lock: of several processes that start at once, one does it. Raises:
+    StoreError, DBAPIError.
+    """
     if connection.dialect.name == "postgresql":
         connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
         connection.execute(text(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})"))
@@ -490,15 +481,8 @@ def make_tables(connection: Connection, program: Program, now: float) -> bool:
         _add_columns_and_indexes(connection, program.tables)
     program.tables.create_all(connection, checkfirst=level is not None)
     connection.execute(delete(levels))
-    connection.execute(
-        insert(levels).values(
-            id=1,
-            level=program.level,
-            needed_level=program.needed_level,
-            program=__version__,
-            changed_at=now,
-        )
-    )
+    made = {"id": 1, "level": program.level, "needed_level": program.needed_level}
+    connection.execute(insert(levels).values(made | {"program": __version__, "changed_at": now}))
     return level is None
 
 

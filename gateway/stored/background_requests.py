@@ -73,10 +73,6 @@ class DeferredHead(msgspec.Struct, frozen=True):
     header_lines: str
     x_request_id: str
 
-    def before(self, content: bytes) -> bytes:
-        """The bytes of a result's file."""
-        return msgspec.json.encode(self) + b"\n" + content
-
 
 def decode_result(data: bytes) -> tuple[DeferredHead, bytes]:
     """Head and content of the result that a file holds. Raises: FolderError."""
@@ -433,15 +429,6 @@ class BackgroundRequests:
                         if row.claimed_by is None:
                             await self.settle(row)
 
-    async def settle_unwanted(self, row: StoredRow) -> None:
-        """Write the end of a response whose run was ended, as its row tells it."""
-        found = None
-        with contextlib.suppress(GatewayError):
-            found = await self.find(row.owner, row.id, row.kind)
-        if found is None or not found.state.ended:
-            found = replace(row, state=RequestState.CANCELLED)
-        await self.settle(found)
-
     def cancel_soon(self, row: StoredRow) -> None:
         """End a request that its client, which is gone, has waited for."""
 
@@ -480,10 +467,8 @@ class BackgroundRequests:
 
     async def _settle_if_left(self, row: StoredRow) -> None:
         """Write the end of a response that nobody else will write."""
-        own_turn = row.claimed_by is None or (
-            row.ended_at is not None and self.storage.now() >= row.ended_at + UNWRITTEN_SECONDS
-        )
-        if own_turn:
+        since, now = row.ended_at, self.storage.now()
+        if row.claimed_by is None or (since is not None and now >= since + UNWRITTEN_SECONDS):
             await self.settle(row)
 
     async def settle(self, row: StoredRow) -> None:
@@ -696,8 +681,12 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         owners = await self.leases.storage.read(
             waiting_owners, await self.leases.storage.opened(), now
         )
-        full = await self._full_owners({owner for owner, _ in owners})
-        owners = [one for one in owners if one[0] not in full]
+        loop = asyncio.get_running_loop()
+        if loop.time() >= self._look_again_at:  # What others add is seen a second later at most.
+            most, ids = self.leases.storage.settings().bytes_per_key, {owner for owner, _ in owners}
+            self._full = await self.leases.storage.read(files.full_owners, ids, most, self.now())
+            self._look_again_at = loop.time() + LOOK_SECONDS
+        owners = [one for one in owners if one[0] not in self._full]
         if not owners:
             return
         share = max(1, room // len(owners))
@@ -714,15 +703,6 @@ class BackgroundRunner(RowRuns[HeldRequest]):
                 held = self._held[row.id] = HeldRequest(row)
                 self._begin(held)
         return len(rows)
-
-    async def _full_owners(self, owners: set[str]) -> set[str]:
-        """Those that keep as much as they may; what others add is seen a second later at most."""
-        loop = asyncio.get_running_loop()
-        if loop.time() >= self._look_again_at:
-            most = self.leases.storage.settings().bytes_per_key
-            self._full = await self.leases.storage.read(files.full_owners, owners, most, self.now())
-            self._look_again_at = loop.time() + LOOK_SECONDS
-        return self._full
 
     def _raise_class(self) -> None:
         """Raise the class of those whose deadline is near."""
@@ -799,11 +779,16 @@ class BackgroundRunner(RowRuns[HeldRequest]):
 
     async def _cancelled(self, held: HeldRequest) -> None:
         """The run was cancelled: the request has ended, or another run follows."""
-        if held.is_unwanted:
-            # Wherever its run was: nobody else writes its end.
-            await self.requests.settle_unwanted(held.row)
-        else:
-            self.leases.put_back([held.row.id], 0.0)
+        row, found = held.row, None
+        if not held.is_unwanted:
+            self.leases.put_back([row.id], 0.0)
+            return
+        # Wherever its run was: nobody else writes its end, as its row tells it.
+        with contextlib.suppress(GatewayError):
+            found = await self.requests.find(row.owner, row.id, row.kind)
+        if found is None or not found.state.ended:
+            found = replace(row, state=RequestState.CANCELLED)
+        await self.requests.settle(found)
 
     def _let_go(self, held: HeldRequest) -> None:
         super()._let_go(held)
@@ -873,7 +858,7 @@ class BackgroundRunner(RowRuns[HeldRequest]):
             return RecordedResult(row.id, RequestState.EXPIRED, 504, "queue_timeout")
         _check_failed(row, outcome)
         head = DeferredHead(outcome.status, outcome.header_lines.decode("latin-1"), row.id)
-        data = head.before(outcome.content)
+        data = msgspec.json.encode(head) + b"\n" + outcome.content
         try:
             folder = self.leases.storage.folder
             name = await self.leases.storage.threads.run(folder.write_new, ANSWER, data)

@@ -181,13 +181,9 @@ class WorkLeft(NamedTuple):
 ROWS: Final = Rows(StoredRow, stored_requests, {"kind": RequestKind, "state": RequestState})
 
 
-def in_state(state: RequestState) -> ColumnElement[bool]:
-    """The condition of rows in this state; written out, so that partial indexes are used."""
-    return _ROW.state == literal_column(f"'{state.value}'")
-
-
-IS_WAITING: Final = in_state(RequestState.WAITING)
-IS_RUNNING: Final = in_state(RequestState.RUNNING)
+# Literals, so that partial indexes are used.
+IS_WAITING: Final = _ROW.state == literal_column("'waiting'")
+IS_RUNNING: Final = _ROW.state == literal_column("'running'")
 
 
 def chunks(ids: Iterable[str]) -> Iterable[list[str]]:
@@ -270,10 +266,8 @@ def waiting_by_kind(connection: Connection, folder: str, now: float) -> Counter[
     asked = select(_ROW.kind, func.count()).where(
         *alone_in(folder), IS_WAITING, _ROW.not_before <= now
     )
-    found = Counter[str]()
-    for kind, rows in connection.execute(asked.group_by(_ROW.kind)):
-        found[kind] += rows
-    return found
+    found = connection.execute(asked.group_by(_ROW.kind))
+    return Counter({kind: rows for kind, rows in found})  # noqa: C416 - rows are no tuples
 
 
 def runnable_batches(folder: str, *columns: Column[Any]) -> Select[Any]:
@@ -647,9 +641,7 @@ def record(
     do not count: their requests were cancelled, or taken by another process.
     """
     wanted = {one.id: one for one in results}
-    asked = select(
-        _ROW.id, _ROW.state, _ROW.batch, _ROW.result_place, _ROW.result_offset,
-    )  # fmt: skip
+    asked = select(_ROW.id, _ROW.state, _ROW.batch, _ROW.result_place, _ROW.result_offset)
     recorded: list[str] = []
     new: list[dict[str, Any]] = []
     sums: defaultdict[str, Counter[Any]] = defaultdict(Counter)

@@ -6,7 +6,7 @@ store. A row that was claimed ends in one of three ways: its result is recorded,
 and waits again, or this process dies and another one takes it when its lease is over.
 
 Rows are offered only where a slot is free, so requests of clients that want all slots would keep
-them waiting for ever. Rows whose deadline is in danger (`LateRows`) therefore stand in the
+them waiting for ever. Rows whose deadline is in danger (`TargetRows.late`) therefore stand in the
 scheduler's queue like any other request of a higher class, a few at a time (`late_places`).
 """
 
@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 import structlog
 from sqlalchemy import Connection, func, or_, select
 
-from gateway.lease import BatchRoom, BatchRoomService
+from gateway.lease import BatchRoom
 from gateway.store.schema import batches, stored_requests
 from gateway.store.store import woken
 from gateway.stored.claims import (
@@ -52,7 +52,6 @@ from gateway.stored.results import LineResults
 from gateway.stored.runner import (
     MOST_RUNS,
     HeldRow,
-    RequestRunner,
     RequestTarget,
     RowDeferred,
     RowExpired,
@@ -245,42 +244,6 @@ class Supply:
 
 
 @dataclass(slots=True, eq=False)
-class LateRows:
-    """Rows of one target whose deadline is in danger: they may wait in a higher class."""
-
-    batches: dict[str, Priority] = field(default_factory=dict)
-    """The batches whose class is raised, and to which; the nearest deadline first."""
-    waiting: Counter[str] = field(default_factory=Counter)  # rows that wait for a slot, by owner
-    paused_until: float = 0.0  # monotonic seconds
-
-    def update(self, in_danger: Mapping[str, tuple[str, str]], runner: RequestRunner) -> None:
-        """Of these batches the deadline is in danger: their owners, and the class of their rows.
-
-        A row's class is raised to that one, within what its owner may have now.
-        """
-        raised = {
-            batch: max(runner.late_priority(owner), Priority.parse(label) or Priority.BATCH)
-            for batch, (owner, label) in in_danger.items()
-        }
-        self.batches = {batch: one for batch, one in raised.items() if one < Priority.BATCH}
-        self.waiting.clear()
-
-    def raise_class(
-        self, offered: Iterable[StoredRow], rooms: BatchRoomService, runner: RequestRunner
-    ) -> None:
-        """Raise those of the rows that were offered before, and count those that wait."""
-        by_priority: defaultdict[Priority, list[StoredRow]] = defaultdict(list)
-        for row in offered:
-            if (priority := self.batches.get(row.batch or "")) is not None:
-                by_priority[priority].append(row)
-        for priority, rows in by_priority.items():
-            waiting = runner.raise_class(rooms, [row.id for row in rows], priority)
-            for row in rows:
-                # The scheduler has not seen all of them, or knows their prompts by other ids.
-                self.waiting[row.owner] += row.id in waiting or not runner.has_begun(row.id)
-
-
-@dataclass(slots=True, eq=False)
 class TargetRows:
     """The lane of one target, and what is known of its room."""
 
@@ -291,7 +254,10 @@ class TargetRows:
     slots: int = 0
     urgent: list[str] = field(default_factory=list)
     """Batches whose deadline is in danger, the nearest first."""
-    late: LateRows = field(default_factory=LateRows)  # those of them whose class is raised
+    late: dict[str, Priority] = field(default_factory=dict)
+    """Those of them whose class is raised, so that their rows may wait in it, and to which."""
+    late_waiting: Counter[str] = field(default_factory=Counter)  # their rows that do, by owner
+    late_paused_until: float = 0.0  # monotonic seconds
     arriving: set[str] = field(default_factory=set)
     """Rows that were offered and that the scheduler has not seen yet."""
     probes: int = 1  # rows that are tried at a time while no node is there
@@ -501,7 +467,7 @@ class Feeder(RowRuns[HeldLine]):
         works = [one for one in self.supply.works_of(target) if not self.seconds_paused(one.owner)]
         # Half of it is enough to go on with: a claim for each row would be a load on the store.
         if lane.ready > wanted // 2:
-            late = state.late.batches
+            late = state.late
             works = [one for one in works if one.batch in late and not lane.ready_of(one.batch)]
             if not works:
                 return []
@@ -573,12 +539,30 @@ class Feeder(RowRuns[HeldLine]):
             works.values(), lane.held(), pace.rows_a_second, self.now(),
             slots=state.slots, row_seconds=pace.row_seconds,
         )  # fmt: skip
-        found = {id_: (works[id_].owner, works[id_].class_) for id_ in state.urgent}
-        state.late.update(found, self.runner)
-        if state.late.batches:
-            rows = (one for one in self._held.values() if one.state.target == target)
-            offered = [one.row for one in rows if one.has_slot]
-            state.late.raise_class(offered, self.rooms, self.runner)
+        self._raise_late(state, works)
+
+    def _raise_late(self, state: TargetRows, works: Mapping[str, BatchWork]) -> None:
+        """Raise rows that were offered of batches in danger to the class that those may have now.
+
+        It is theirs, within what their owner may have.
+        """
+        runner, late = self.runner, dict[str, Priority]()
+        for work in map(works.__getitem__, state.urgent):
+            own = Priority.parse(work.class_) or Priority.BATCH
+            if (raised := max(runner.late_priority(work.owner), own)) < Priority.BATCH:
+                late[work.batch] = raised
+        state.late = late
+        state.late_waiting.clear()
+        by_priority: defaultdict[Priority, list[StoredRow]] = defaultdict(list)
+        for held in self._held.values() if late else ():
+            batch = held.row.batch or ""
+            if batch in late and held.has_slot and held.state.target == state.target:
+                by_priority[late[batch]].append(held.row)
+        for priority, rows in by_priority.items():
+            waiting = runner.raise_class(self.rooms, [row.id for row in rows], priority)
+            for row in rows:
+                # The scheduler has not seen all of them, or knows their prompts by other ids.
+                state.late_waiting[row.owner] += row.id in waiting or not runner.has_begun(row.id)
 
     def _offer(self, state: TargetRows) -> None:
         """Start rows, as many as there is room for."""
@@ -603,7 +587,7 @@ class Feeder(RowRuns[HeldLine]):
             if has_room:
                 state.credit -= 1
             else:
-                state.late.waiting[row.owner] += 1
+                state.late_waiting[row.owner] += 1
             state.arriving.add(row.id)
             self._begin(held)
         if self.supply.works_of(state.target) and state.lane.ready <= max(1, state.slots):
@@ -611,14 +595,14 @@ class Feeder(RowRuns[HeldLine]):
 
     def _next_late(self, state: TargetRows, left_out: set[str]) -> StoredRow | None:
         """The late row that may wait for a slot; None: there is none, or enough wait."""
-        late = state.late
-        if not late.batches or not state.slots or self.clock() < late.paused_until:
+        if not state.late or not state.slots or self.clock() < state.late_paused_until:
             return None
         of_owner, of_all = late_places(state.slots, self.runner.settings.queue.max)
-        if sum(one.late.waiting.total() for one in self._targets.values()) >= of_all:
+        if sum(one.late_waiting.total() for one in self._targets.values()) >= of_all:
             return None
-        full = {owner for owner, waiting in late.waiting.items() if waiting >= of_owner}
-        return state.lane.next_late(late.batches, left_out | full, late.waiting)
+        waiting = state.late_waiting
+        full = {owner for owner, number in waiting.items() if number >= of_owner}
+        return state.lane.next_late(state.late, left_out | full, waiting)
 
     def _slot_free(self, held: HeldLine) -> None:
         """A row has left its slot: the next one goes there."""
@@ -636,7 +620,7 @@ class Feeder(RowRuns[HeldLine]):
         row, state = held.row, held.state
         if body is None:  # It fails.
             log.warning("the input of a batch is missing", batch=row.batch)
-        priority = state.late.batches.get(row.batch or "", Priority.BATCH)
+        priority = state.late.get(row.batch or "", Priority.BATCH)
         free = partial(self._slot_free, held)
         try:
             outcome = await self.runner.run(row, body or b"", priority=priority, on_slot_free=free)
@@ -694,7 +678,7 @@ class Feeder(RowRuns[HeldLine]):
             return
         if held.in_late_place and deferred.reason == "queue_full" and not self._stopped:
             # The others of its class were more.
-            state.late.paused_until = now + min(seconds, REFUSED_SECONDS)
+            state.late_paused_until = now + min(seconds, REFUSED_SECONDS)
             self._keep(held)
             return
         if not state.slots or deferred.reason in {"queue_full", "starting"}:

@@ -199,9 +199,6 @@ class _BatchRows:
     """Of groups that have no rows left and still run, the one that gets their slots."""
     turn: int = 0  # the last time that it had its turn
 
-    def is_empty(self) -> bool:
-        return not self.count and not self.running
-
 
 @dataclass(slots=True, eq=False)
 class Lane:
@@ -290,7 +287,8 @@ class Lane:
         self._forget_empty()
 
     def _forget_empty(self) -> None:
-        for batch in [name for name, rows in self._batches.items() if rows.is_empty()]:
+        held = self._batches.items()
+        for batch in [name for name, rows in held if not rows.count and not rows.running]:
             del self._batches[batch]
 
     # The next one.
@@ -300,8 +298,30 @@ class Lane:
 
         `paused`: owners that are left out; `urgent`: batches in danger, the nearest deadline first.
         """
-        batch = self._next_batch(paused, urgent)
-        return None if batch is None else self._take(batch)
+        open_ = {
+            batch: rows
+            for batch, rows in self._batches.items()
+            if rows.count and rows.owner not in paused
+        }
+        if not open_:
+            return None
+        if (self._turns + 1) % TURNS_SHARE:
+            for batch in urgent:
+                if batch in open_:
+                    return self._take(batch)
+        latest = self._freed[-1][0] if self._freed else None
+
+        def turn(batch: str) -> tuple[int, int, bool, int, int]:
+            rows = open_[batch]
+            return (
+                self._of_owner[rows.owner],
+                rows.running.total(),
+                batch != latest,
+                self._owner_turn.get(rows.owner, 0),
+                rows.turn,
+            )
+
+        return self._take(min(open_, key=turn))
 
     def next_late(
         self, late: Iterable[str], paused: Collection[str], waiting: Mapping[str, int]
@@ -335,32 +355,6 @@ class Lane:
         self._turns += 1
         rows.turn = self._owner_turn[row.owner] = self._turns
         return row
-
-    def _next_batch(self, paused: Collection[str], urgent: Sequence[str]) -> str | None:
-        open_ = {
-            batch: rows
-            for batch, rows in self._batches.items()
-            if rows.count and rows.owner not in paused
-        }
-        if not open_:
-            return None
-        if (self._turns + 1) % TURNS_SHARE:
-            for batch in urgent:
-                if batch in open_:
-                    return batch
-        latest = self._freed[-1][0] if self._freed else None
-
-        def turn(batch: str) -> tuple[int, int, bool, int, int]:
-            rows = open_[batch]
-            return (
-                self._of_owner[rows.owner],
-                rows.running.total(),
-                batch != latest,
-                self._owner_turn.get(rows.owner, 0),
-                rows.turn,
-            )
-
-        return min(open_, key=turn)
 
     def _next_prefix(self, batch: str, rows: _BatchRows) -> int:
         for index in range(len(self._freed) - 1, -1, -1):
@@ -468,19 +462,16 @@ class Lane:
 
     def _wants_of(self, work: BatchWork, share: int) -> Iterator[Pick]:
         """What to claim of one batch: of groups under way, then of those that come next."""
-        rows = self._batches.get(work.batch)
-        running = Counter[int]() if rows is None else rows.running
-        ready: dict[int, list[StoredRow]] = {} if rows is None else rows.ready
-        if rows is not None:
-            rows.waiting = {group.prefix: group for group in work.groups}
+        rows = self._batches.get(work.batch) or _BatchRows(work.owner, work.class_)
+        rows.waiting = {group.prefix: group for group in work.groups}
         groups = sorted(
             work.groups,
-            key=lambda one: (not running[one.prefix], -one.longest, -one.tokens, one.prefix),
+            key=lambda one: (not rows.running[one.prefix], -one.longest, -one.tokens, one.prefix),
         )
         # Each group may soon have its even share of the slots, those that come next as well.
         each = max(1, math.ceil(share / max(1, self.nodes)))
         for group in groups:
-            count = min(share, group.rows, each - len(ready.get(group.prefix, ())))
+            count = min(share, group.rows, each - len(rows.ready.get(group.prefix, ())))
             if count > 0:
                 yield Pick(count, RequestKind.LINE, work.batch, prefix=group.prefix)
                 share -= count

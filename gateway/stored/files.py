@@ -87,11 +87,10 @@ def kept_by(connection: Connection, owner: str, now: float) -> Kept:
         of_owner, _BATCH.ended_at.is_(None), _BATCH.input_file.is_not(None)
     )
     there = or_(files.c.expires_at.is_(None), files.c.expires_at > now, files.c.id.in_(read))
-    number, size = connection.execute(
-        select(func.count(), _sum(files.c.bytes)).where(
-            files.c.owner == owner, files.c.deleted_at.is_(None), there
-        )
-    ).one()
+    uploads = select(func.count(), _sum(files.c.bytes)).where(
+        files.c.owner == owner, files.c.deleted_at.is_(None), there
+    )
+    number, size = connection.execute(uploads).one()
     others = (
         select(_sum(_BATCH.result_bytes)).where(of_owner, _BATCH.ended_at.is_(None)),
         select(_sum(_BATCH.requests_bytes)).where(of_owner, HAS_REQUESTS),
@@ -276,11 +275,6 @@ def take_due_files(connection: Connection, folder: str, now: float, limit: int) 
     taken = update(files).where(files.c.id.in_(ids), files.c.deleted_at.is_(None))
     connection.execute(taken.values(deleted_at=now))
     return ids
-
-
-def known_files(connection: Connection, ids: Iterable[str]) -> set[str]:
-    """Those of the files that have a row."""
-    return those_with(connection, files.c.id, ids)
 
 
 def remove_files(connection: Connection, ids: Sequence[str]) -> None:
@@ -489,7 +483,11 @@ class FileRegistry:
             if len(ids) < STEP_FILES:
                 break
         if orphans:
-            gone += await storage.remove_left_over(FILE, ORPHAN_SECONDS, known_files)
+            gone += await storage.remove_left_over(
+                FILE,
+                ORPHAN_SECONDS,
+                lambda connection, old: those_with(connection, files.c.id, old),
+            )
         if gone:
             log.info("files removed", files=gone)
         return gone

@@ -26,7 +26,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
@@ -108,11 +107,18 @@ class Folder:
 
         Raises: FolderError.
         """
-        with _told(self.location):
+        with self.translated_errors():
             self.location.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):
                 self.location.mkdir(mode=0o700)
-            self._check_private()
+            mode = self.location.stat().st_mode
+            if not stat.S_ISDIR(mode):
+                raise FolderError(f"{self.location} is no folder", "name another in batches.folder")
+            if mode & 0o077:
+                raise FolderError(
+                    f"{self.location} is open to other users of this machine",
+                    "chmod 700 it, or name another folder in batches.folder",
+                )
             with opened(self.location, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
                 # No other process opens the folder at the same time.
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -128,11 +134,12 @@ class Folder:
 
         Names grow with time. Raises: FolderError.
         """
-        with self._beginning, _told(self.location):
+        with self._beginning, self.translated_errors():
             self.check_in_place()
             self.check_room(size)
             for _ in range(_TRIES):
-                name = self._new_name(kind)
+                name = f"{kind}-{int(self.now() * 1000):012x}{self.token(10)}"
+                assert is_file_name(name), name
                 path = self.location / f"{_TEMPORARY}{name}"
                 descriptor = os.open(path, _CREATE, 0o600)
                 if _lock(descriptor) and os.fstat(descriptor).st_nlink:
@@ -146,14 +153,29 @@ class Folder:
                 os.close(descriptor)
         raise FolderError(f"{self.location}: new files vanish", "let nothing else remove its files")
 
-    def translated_errors(self) -> contextlib.AbstractContextManager[None]:
-        """Turns the system's errors into those of the folder, but for a file that is missing."""
-        return _told(self.location)
+    @contextlib.contextmanager
+    def translated_errors(self) -> Iterator[None]:
+        """Turn the system's errors into those of the folder, but for a file that is missing."""
+        try:
+            yield
+        except FileNotFoundError:
+            if self.location.is_dir():
+                raise
+            why = f"{self.location} is gone"
+            raise FolderError(why, "put it back, or restart the gateway") from None
+        except OSError as error:
+            message = f"{error.filename or self.location}: {error.strerror or error}"
+            if error.errno in _FULL:
+                raise FolderFull(message, "free space on the disk, or raise the quota") from None
+            remedy = "let the gateway's user write into the folder"
+            if error.errno == errno.EIO:
+                remedy = "look for errors of the disk in the system's log"
+            raise FolderError(message, remedy) from None
 
     @contextlib.contextmanager
     def descriptor(self, name: str, flags: int) -> Iterator[int]:
         """A file's descriptor, closed at the end. Raises: FileNotFoundError, FolderError."""
-        with _told(self.location), opened(self.path(name), flags | os.O_NOFOLLOW) as descriptor:
+        with self.translated_errors(), opened(self.path(name), flags | os.O_NOFOLLOW) as descriptor:
             yield descriptor
 
     def write_new(self, kind: str, data: bytes) -> str:
@@ -191,7 +213,7 @@ class Folder:
 
         The caller closes it.
         """
-        with _told(self.location):
+        with self.translated_errors():
             try:
                 descriptor = os.open(self.path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             except FileNotFoundError:
@@ -202,7 +224,7 @@ class Folder:
 
     def read(self, name: str, offset: int, length: int) -> bytes:
         """A part of the file. Raises: FileNotFoundError, FolderError, FileTooShort."""
-        with self.open_to_read(name) as file, _told(self.location):
+        with self.open_to_read(name) as file, self.translated_errors():
             part = os.pread(file.fileno(), length, offset)
             while len(part) < length:
                 more = os.pread(file.fileno(), length - len(part), offset + len(part))
@@ -216,7 +238,7 @@ class Folder:
     def delete(self, name: str) -> bool:
         """Remove the file; returns whether there was one. Raises: FolderError."""
         try:
-            with _told(self.location):
+            with self.translated_errors():
                 self.path(name).unlink()
         except FileNotFoundError:
             return False
@@ -224,7 +246,7 @@ class Folder:
 
     def files(self, kind: str) -> Iterator[FoundFile]:
         """The complete files of this kind. Raises: FolderError."""
-        with _told(self.location), os.scandir(self.location) as entries:
+        with self.translated_errors(), os.scandir(self.location) as entries:
             for entry in entries:
                 if entry.name.startswith(f"{kind}-") and is_file_name(entry.name):
                     with contextlib.suppress(FileNotFoundError):
@@ -234,17 +256,11 @@ class Folder:
     def used_bytes(self) -> int:
         """Bytes of all files, those that are being written included. Raises: FolderError."""
         total = 0
-        with _told(self.location), os.scandir(self.location) as entries:
+        with self.translated_errors(), os.scandir(self.location) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
                     total += entry.stat(follow_symlinks=False).st_size
         return total
-
-    def free_bytes(self) -> int:
-        """Bytes that the file system still takes. Raises: FolderError."""
-        with _told(self.location):
-            found = os.statvfs(self.location)
-        return found.f_bavail * found.f_frsize
 
     def check_room(self, size: int) -> None:
         """Raises: FolderFull, if there is no room for so many bytes more; FolderError."""
@@ -271,33 +287,20 @@ class Folder:
                 f"the files of this gateway may take {most} bytes together",
                 "delete files, or raise batches.folder_bytes",
             )
-        if self.free_bytes() < size + self.spare_bytes:
+        with self.translated_errors():
+            disk = os.statvfs(self.location)
+        if disk.f_bavail * disk.f_frsize < size + self.spare_bytes:
             return FolderFull("the disk of the files is full", "free space on it, or delete files")
         return None
 
-    def _new_name(self, kind: str) -> str:
-        name = f"{kind}-{int(self.now() * 1000):012x}{self.token(10)}"
-        assert is_file_name(name), name
-        return name
-
     def check_in_place(self) -> None:
         """Check that the folder is the one that was opened. Raises: FolderError."""
-        with _told(self.location):
+        with self.translated_errors():
             found = self._inode if self._inode is None else _inode(self.location)
         if found != self._inode:
             raise FolderError(
                 f"{self.location} is another folder than it was",
                 "mount its file system again, or restart the gateway",
-            )
-
-    def _check_private(self) -> None:
-        found = self.location.stat()
-        if not stat.S_ISDIR(found.st_mode):
-            raise FolderError(f"{self.location} is no folder", "name another in batches.folder")
-        if found.st_mode & 0o077:
-            raise FolderError(
-                f"{self.location} is open to other users of this machine",
-                "chmod 700 it, or name another folder in batches.folder",
             )
 
     def _read_id(self) -> str | None:
@@ -373,7 +376,7 @@ class NewFile:
             if is_step := end >= self._next_step:
                 self.folder.check_room(max(0, end - os.fstat(descriptor).st_size))
                 self._next_step = end + STEP_BYTES
-            with _told(self.folder.location):
+            with self.folder.translated_errors():
                 write_whole(descriptor, data, offset, sync=sync or is_step)
             self._digest.update(data)
             self.size = end
@@ -385,7 +388,7 @@ class NewFile:
 
     def show(self) -> None:
         """Bring it to the disk under its name. Raises: FolderError."""
-        with self._lock, _told(self.folder.location):
+        with self._lock, self.folder.translated_errors():
             os.ftruncate(self._opened(), self.size)
             os.fsync(self._opened())
             self._temporary.replace(self.folder.path(self.name))
@@ -403,7 +406,7 @@ class NewFile:
             if self._descriptor is None:
                 return
             try:
-                with _told(self.folder.location):
+                with self.folder.translated_errors():
                     self._temporary.unlink(missing_ok=True)
             finally:
                 self._close()
@@ -477,24 +480,6 @@ def _remove_if_abandoned(path: Path) -> None:
         os.close(descriptor)
 
 
-@contextlib.contextmanager
-def _told(location: Path) -> Iterator[None]:
-    """Turn the system's errors into those of the folder, but for a file that is missing."""
-    try:
-        yield
-    except FileNotFoundError:
-        if location.is_dir():
-            raise
-        raise FolderError(f"{location} is gone", "put it back, or restart the gateway") from None
-    except OSError as error:
-        message = f"{error.filename or location}: {error.strerror or error}"
-        if error.errno in _FULL:
-            raise FolderFull(message, "free space on the disk, or raise the quota") from None
-        if error.errno == errno.EIO:
-            raise FolderError(message, "look for errors of the disk in the system's log") from None
-        raise FolderError(message, "let the gateway's user write into the folder") from None
-
-
 THREADS = 4  # threads: more would not make a disk faster
 DISK_SECONDS = 120.0  # seconds that a caller waits for one piece of work
 P = ParamSpec("P")
@@ -522,11 +507,16 @@ class DiskThreads:
 
         `close` is called on a thread.
         """
+
+        def close_opened(job: Future[T]) -> None:
+            if not job.cancelled() and job.exception() is None:
+                close(job.result())
+
         job = self._pool.submit(work, *arguments)
         try:
             return await self._result(job)
         except BaseException:
-            job.add_done_callback(partial(_close_opened, close))
+            job.add_done_callback(close_opened)
             raise
 
     async def _result(self, job: Future[T]) -> T:
@@ -545,11 +535,6 @@ class DiskThreads:
     def close(self) -> None:
         """Take no more work; what runs ends by itself."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _close_opened(close: Callable[[T], object], job: Future[T]) -> None:
-    if not job.cancelled() and job.exception() is None:
-        close(job.result())
 
 
 STEP_FILES = 500  # files that one job of the store looks at

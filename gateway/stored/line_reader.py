@@ -155,34 +155,22 @@ class LineChecker:
 
     def check(self, raw: RawLine) -> Line | None:
         """The line; None: it is empty."""
-        data = raw.data
-        if data is None:
-            error = _Broken(
-                "line_too_long",
-                f"The line has {raw.length} bytes, and may have {self._line_bytes} "
-                "('batches.line_bytes').",
-            )
-            return _error_of(raw, error, None, is_first=False)
+        data, custom_id, is_first = raw.data or b"", None, False
         start = len(BYTE_ORDER_MARK) * (raw.number == 1 and data.startswith(BYTE_ORDER_MARK))
         data = data[start:]
-        if not data.strip(_WHITE_SPACE):
+        if raw.data is not None and not data.strip(_WHITE_SPACE):
             return None
-        custom_id, is_first = None, False
         try:
-            fields = _fields_of(data)
+            fields = self._fields_of(raw, data)
             custom_id = _text(fields.custom_id)
             is_first = self._is_first(custom_id)
             checked_id = _checked_custom_id(fields.custom_id, custom_id)
-            body = self._checked_body(fields)
+            body = self._checked_body(fields, is_first=is_first)
         except _Broken as broken:
-            return _error_of(raw, broken, custom_id, is_first=is_first)
-        if not is_first:
-            error = _Broken(
-                "duplicate_custom_id",
-                "An earlier line has the same custom_id: give each line one of its own.",
-                "custom_id",
-            )
-            return _error_of(raw, error, custom_id, is_first=False)
+            return LineError(
+                raw.number, raw.offset, raw.length, custom_id, is_first,
+                broken.code, broken.message, broken.param,
+            )  # fmt: skip
         content = bytes(fields.body)
         size = measure_prompt(*body.prompt_parts())
         return LineSpec(
@@ -196,6 +184,24 @@ class LineChecker:
             prefix_of(body.prompt_parts()),
         )
 
+    def _fields_of(self, raw: RawLine, data: bytes) -> _Fields:
+        """Raises: _Broken."""
+        if raw.data is None:
+            raise _Broken(
+                "line_too_long",
+                f"The line has {raw.length} bytes, and may have {self._line_bytes} "
+                "('batches.line_bytes').",
+            )
+        message = "This line is not UTF-8."
+        try:
+            data.decode()
+            message = "This line is no JSON object with custom_id, method, url and body."
+            return _FIELDS.decode(data)
+        except (UnicodeDecodeError, msgspec.ValidationError):
+            raise _Broken("invalid_json_line", message) from None
+        except JSON_ERRORS:
+            raise _not_json() from None
+
     def _is_first(self, custom_id: str | None) -> bool:
         """Whether no earlier line has this `custom_id`, which is noted; False: there is none."""
         if custom_id is None or not _can_be_kept(custom_id):
@@ -206,7 +212,7 @@ class LineChecker:
         self._seen.add(digest)
         return True
 
-    def _checked_body(self, fields: _Fields) -> _Body:
+    def _checked_body(self, fields: _Fields, *, is_first: bool) -> _Body:
         """What its body asks for. Raises: _Broken."""
         for name in ("method", "url", "body"):
             if getattr(fields, name) is MISSING:
@@ -229,6 +235,12 @@ class LineChecker:
         if bytes(memoryview(body.stream)[:5]) == b"true":
             raise _Broken(
                 "streaming_unsupported", "Streaming is not supported in a batch.", "body.stream"
+            )
+        if not is_first:
+            raise _Broken(
+                "duplicate_custom_id",
+                "An earlier line has the same custom_id: give each line one of its own.",
+                "custom_id",
             )
         return body
 
@@ -309,29 +321,6 @@ def prefix_of(parts: tuple[msgspec.Raw, ...]) -> int:
             # A positive number of the database's 64 bits.
             return int.from_bytes(digest, "big") >> 1 or 1
     return 0
-
-
-def _fields_of(data: bytes) -> _Fields:
-    """Raises: _Broken."""
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        raise _Broken("invalid_json_line", "This line is not UTF-8.") from None
-    try:
-        return _FIELDS.decode(data)
-    except msgspec.ValidationError:
-        raise _Broken(
-            "invalid_json_line", "This line is no JSON object with custom_id, method, url and body."
-        ) from None
-    except JSON_ERRORS:
-        raise _not_json() from None
-
-
-def _error_of(raw: RawLine, error: _Broken, custom_id: str | None, *, is_first: bool) -> LineError:
-    return LineError(
-        raw.number, raw.offset, raw.length, custom_id, is_first,
-        error.code, error.message, error.param,
-    )  # fmt: skip
 
 
 def _checked_custom_id(raw: msgspec.Raw, custom_id: str | None) -> str:

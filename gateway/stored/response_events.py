@@ -315,7 +315,8 @@ class ResponseEvents:
         if not greedy and (transcript.token_count or transcript.unresumable is not None):
             raise _interrupted(reason)
         pages = await self._pages()
-        self._repetition = await self._threads.run(_repetition, pages)
+        kept = (value for value in _values(pages) if value["type"] not in _LIFECYCLE_TYPES)
+        self._repetition = await self._threads.run(Repetition, kept)
         self._items.clear()
         self._places.clear()
         self.begun = None
@@ -448,24 +449,16 @@ class ResponseEvents:
         if value["type"] == "response.output_item.added" and node_id not in self._places:
             self._add_item(node_id, str(item.get("type")))
         index = self._places.get(node_id, max(0, len(self._items) - 1))
-        return {
-            "type": value["type"],
-            "sequence_number": 0,
-            "output_index": index,
-            "item": self._own_item(item, index),
-        }
+        fields = {"type": value["type"], "sequence_number": 0, "output_index": index}
+        return fields | {"item": self._own_item(item, index)}
 
     def _placed(self, value: JsonObject, kind: str) -> JsonObject:
         """An event about an item, under our id."""
         index = self._places.get(str(value["item_id"]), max(0, len(self._items) - 1))
         if index >= len(self._items):
             raise InvalidResponse("The node's stream begins within an item")
-        fields: JsonObject = {
-            "type": kind,
-            "sequence_number": 0,
-            "item_id": self._items[index],
-            "output_index": index,
-        }
+        fields: JsonObject = {"type": kind, "sequence_number": 0, "item_id": self._items[index]}
+        fields["output_index"] = index
         if kind.startswith(_CONTENT_EVENTS):
             fields["content_index"] = value.get("content_index") or 0
         if kind.startswith("response.output_text."):
@@ -542,10 +535,6 @@ def partial_output(values: Iterable[JsonObject]) -> list[JsonObject]:
 def _values(pages: list[bytes]) -> Iterator[JsonObject]:
     """The data of the events in these pieces."""
     return (event_data(event) for events in pages for event in split_events(events))
-
-
-def _repetition(pages: list[bytes]) -> Repetition:
-    return Repetition(value for value in _values(pages) if value["type"] not in _LIFECYCLE_TYPES)
 
 
 def _interrupted(reason: str) -> GatewayError:

@@ -159,26 +159,21 @@ class Write:
     """Whether they are to be on the disk, so that a loss of power does not lose them."""
 
 
-def write_log(folder: Folder, wanted: Write) -> None:
-    """Write at the end of the file. Raises: FileNotFoundError, FolderError, LogTaken.
+def write_logs(folder: Folder, writes: list[Write]) -> list[Exception | None]:
+    """Write at the ends of the files; returns what went wrong with each.
 
     After an error the file holds what it held before, or a part of an event behind it.
     """
-    with folder.descriptor(wanted.name, os.O_WRONLY) as descriptor:
-        if os.fstat(descriptor).st_size != wanted.offset:
-            raise LogTaken(
-                f"{folder.path(wanted.name)} has another size than this process has written",
-                "let one gateway at a time work on a folder's requests",
-            )
-        write_whole(descriptor, wanted.data, wanted.offset, sync=wanted.sync)
-
-
-def write_logs(folder: Folder, writes: list[Write]) -> list[Exception | None]:
-    """Do each of them; returns what went wrong with each."""
     results: list[Exception | None] = []
     for one in writes:
         try:
-            write_log(folder, one)
+            with folder.descriptor(one.name, os.O_WRONLY) as descriptor:
+                if os.fstat(descriptor).st_size != one.offset:
+                    raise LogTaken(
+                        f"{folder.path(one.name)} has another size than this process has written",
+                        "let one gateway at a time work on a folder's requests",
+                    )
+                write_whole(descriptor, one.data, one.offset, sync=one.sync)
             results.append(None)
         except (FolderError, FileNotFoundError) as error:
             results.append(error)
@@ -520,25 +515,21 @@ class ResponseLogs:
         Raises: FileNotFoundError, FolderError.
         """
         async with self._opening.setdefault(name, asyncio.Lock()):
-            return await self._opened(name, to_write=to_write)
-
-    async def _opened(self, name: str, *, to_write: bool) -> ResponseLog:
-        log = self._open.get(name)
-        if log is not None and not log.writers:
-            await self._look([log])
-        if log is None or log.broken:
-            extent = await self.threads.run(scan_log, self.folder, name)
-            log = ResponseLog(name, self, extent)
-            self._open[name] = log
-        if to_write:
-            extent = log.extent
-            if not log.writers:
-                # What a crash left of an event would be in the way.
-                await self.threads.run(truncate_log, self.folder, name, extent.size)
-            log.begin_writing(extent.events)
-        if self._closed:
-            log.close()
-        return log
+            log = self._open.get(name)
+            if log is not None and not log.writers:
+                await self._look([log])
+            if log is None or log.broken:
+                extent = await self.threads.run(scan_log, self.folder, name)
+                log = self._open[name] = ResponseLog(name, self, extent)
+            if to_write:
+                extent = log.extent
+                if not log.writers:
+                    # What a crash left of an event would be in the way.
+                    await self.threads.run(truncate_log, self.folder, name, extent.size)
+                log.begin_writing(extent.events)
+            if self._closed:
+                log.close()
+            return log
 
     async def delete(self, name: str) -> None:
         """Remove the file; if it is a log, those who follow it break. Raises: FolderError."""

@@ -280,8 +280,12 @@ class _Run:
         try:
             try:
                 status, header_lines, content = await self._result(body)
-            finally:
-                self._close()
+            finally:  # Release everything but what the limits hold.
+                if self._response is not None and self._response.body_stream is not None:
+                    self._response.body_stream.close()
+                if self._in_flight is not None:
+                    runner.registry.remove(self._in_flight)
+                self.on_slot_free()
             usage = None if self._reservation is None else await self._usage(self._reservation)
             has_result = True
         except asyncio.CancelledError:
@@ -469,14 +473,6 @@ class _Run:
             raise to_gateway_error(failure) from None
 
     # The end.
-
-    def _close(self) -> None:
-        """Release everything but what the limits hold."""
-        if self._response is not None and self._response.body_stream is not None:
-            self._response.body_stream.close()
-        if self._in_flight is not None:
-            self.runner.registry.remove(self._in_flight)
-        self.on_slot_free()
 
     async def _usage(self, reservation: Reservation) -> UsageRow:
         """What the request has used, once that is known. Raises: RowDeferred."""

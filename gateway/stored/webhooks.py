@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpcore  # noqa: F401 - httpx would import it on the event loop: 30 ms
 import httpx
@@ -277,7 +277,12 @@ class WebhookPoster:
             limit.reschedule(None)
             with contextlib.suppress(httpx.TransportError, TimeoutError):
                 async with asyncio.timeout(READ_SECONDS):
-                    await _read_some(response)
+                    assert isinstance(response.stream, httpx.AsyncByteStream)
+                    read = 0
+                    async for piece in response.stream:
+                        read += len(piece)
+                        if read >= MOST_READ:
+                            break
             with contextlib.suppress(httpx.TransportError):
                 await response.aclose()
         status = response.status_code
@@ -300,16 +305,6 @@ def _load_context(
     if known is not None and known[0] == stamp:
         return known
     return stamp, ssl.create_default_context(cafile=None if ca is None else str(ca))
-
-
-async def _read_some(response: httpx.Response) -> None:
-    stream = response.stream
-    assert isinstance(stream, httpx.AsyncByteStream)
-    read = 0
-    async for piece in stream:
-        read += len(piece)
-        if read >= MOST_READ:
-            return
 
 
 def _words(error: Exception) -> str:
@@ -398,21 +393,12 @@ def add_deliveries(
     return [one.id for one in made]
 
 
-class WaitingOrigin(NamedTuple):
-    """What waits for the receivers of one origin."""
-
-    origin: str
-    number: int
-    next_at: float  # when the first of them is due
-
-
-def waiting_origins(connection: Connection) -> list[WaitingOrigin]:
-    """What waits for which origin; the one that has been due for longest comes first."""
+def waiting_origins(connection: Connection) -> list[tuple[str, int, float]]:
+    """What waits: its origin, how many, when the first is due; the one due for longest is first."""
     first = func.min(deliveries.c.next_at)
-    asked = select(deliveries.c.origin, func.count(), first)
-    asked = asked.where(_WAITS)
-    found = connection.execute(asked.group_by(deliveries.c.origin).order_by(first)).all()
-    return [WaitingOrigin(*row) for row in found]
+    asked = select(deliveries.c.origin, func.count(), first).where(_WAITS)
+    found = connection.execute(asked.group_by(deliveries.c.origin).order_by(first))
+    return [(origin, number, next_at) for origin, number, next_at in found]
 
 
 def claim_deliveries(
@@ -608,7 +594,12 @@ class WebhookSender:
                     next_at = self.now() + self.poll_seconds
                 await woken(self._woken, min(max(0.01, next_at - self.now()), IDLE_SECONDS))
         finally:
-            await self._close()
+            # Attempts may end; others try again what does not, when its lease is over.
+            if self._running:
+                await asyncio.wait(self._running, timeout=self.close_seconds)
+            for task in (tasks := list(self._running)):
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _news(self) -> tuple[int, int] | None:
         return None if self.recorded is None else (self.store.changes, self.recorded())
@@ -630,15 +621,17 @@ class WebhookSender:
         origins = await self.store.run(waiting_origins, write=False)
         self._none_since = None if origins else news
         self._next_look = now + IDLE_SECONDS
-        self.waiting = sum(origin.number for origin in origins)
+        self.waiting = sum(number for _, number, _ in origins)
         places = self._places(origins, now)
         if places:
             until = now + self.settings().timeout + LEASE_MARGIN
             for delivery in await self.store.run(job(claim_deliveries, places, now, until)):
-                self._begin(delivery)
+                task = asyncio.create_task(self._attempt(delivery), name=f"deliver {delivery.id}")
+                self._running[task] = delivery
+                task.add_done_callback(self._ended)
         return now + self._pause(len(origins))
 
-    def _places(self, origins: Sequence[WaitingOrigin], now: float) -> dict[str, int]:
+    def _places(self, origins: Sequence[tuple[str, int, float]], now: float) -> dict[str, int]:
         """How many deliveries of which origin may begin now."""
         self._paused = {origin: end for origin, end in self._paused.items() if end > now}
         under_way = Counter(delivery.origin for delivery in self._running.values())
@@ -654,11 +647,6 @@ class WebhookSender:
                 places[origin] = number
                 free -= number
         return places
-
-    def _begin(self, delivery: Delivery) -> None:
-        task = asyncio.create_task(self._attempt(delivery), name=f"deliver {delivery.id}")
-        self._running[task] = delivery
-        task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         delivery = self._running.pop(task)
@@ -699,25 +687,11 @@ class WebhookSender:
         outcome = state.value if next_at is None else "failed"
         self.bus.publish(WebhookAttempted(outcome))
         # Never the URL's path, which may be a secret.
-        told: dict[str, Any] = {
-            "outcome": outcome,
-            "delivery": delivery.id,
-            "type": delivery.event,
-            "object": delivery.object_id,
-            "receiver": delivery.origin,
-            "attempt": delivery.attempts,
-        }
-        if result.error is not None:
-            told["why"] = result.error
+        told: dict[str, Any] = {} if result.error is None else {"why": result.error}
         if next_at is not None:
             told["retry_in"] = round(next_at - self.now(), 1)
         tell = log.info if result.error is None else log.warning
-        tell("webhook", **told)
-
-    async def _close(self) -> None:
-        """Let attempts end; others try again what does not, when its lease is over."""
-        if self._running:
-            await asyncio.wait(self._running, timeout=self.close_seconds)
-        for task in (tasks := list(self._running)):
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        tell(
+            "webhook", outcome=outcome, delivery=delivery.id, type=delivery.event,
+            object=delivery.object_id, receiver=delivery.origin, attempt=delivery.attempts, **told,
+        )  # fmt: skip
