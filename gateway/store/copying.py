@@ -156,7 +156,6 @@ def _folders(connection: Connection) -> dict[str, int]:
 def _steps(
     connection: Connection, location: StoreLocation, columns: Sequence[Column[Any]]
 ) -> Iterator[Sequence[Sequence[Any]]]:
-    """All rows, some at a time."""
     with _told(location, columns[0].table.name):
         found = connection.execute(select(*columns), execution_options={"yield_per": STEP_ROWS})
         yield from found.partitions()

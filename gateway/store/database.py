@@ -273,7 +273,11 @@ def act_as_owner(path: Path) -> None:
     owner = folder.stat()
     if owner.st_uid == 0:
         return
-    _import_late_modules()
+    # A folder's owner may not read the libraries of a Python that is root's alone: import what the
+    # making of tables imports.
+    with create_engine("sqlite://", poolclass=NullPool).begin() as connection:
+        store_level(connection)
+        metadata.create_all(connection)
     # Of this thread alone (setfsuid(2)); it also takes root's power over files from it.
     libc = ctypes.CDLL(None)
     libc.setfsgid(owner.st_gid)
@@ -284,16 +288,6 @@ def act_as_owner(path: Path) -> None:
         # Its owner can't even reach it, as in a container whose root has it in a folder of its own.
         libc.setfsuid(0)
         libc.setfsgid(0)
-
-
-def _import_late_modules() -> None:
-    """Make the tables in a database in memory, for what that imports.
-
-    A folder's owner may not read the libraries of a Python that is root's alone.
-    """
-    with create_engine("sqlite://", poolclass=NullPool).begin() as connection:
-        store_level(connection)
-        metadata.create_all(connection)
 
 
 # Where the URL says nothing else.
@@ -487,7 +481,6 @@ def make_tables(connection: Connection, program: Program, now: float) -> bool:
 
 
 def _add_columns_and_indexes(connection: Connection, tables: MetaData) -> None:
-    """Add what the tables that are there lack."""
     found, written = inspect(connection), connection.dialect.identifier_preparer
     for table in tables.sorted_tables:
         if not found.has_table(table.name):

@@ -187,7 +187,7 @@ def known_places(connection: Connection, names: Iterable[str], folder: str) -> s
 
 
 def expire_background(
-    connection: Connection, folder: str, now: float, also: EndListener, limit: int = 200
+    connection: Connection, folder: str, now: float, also: EndListener, limit: int
 ) -> list[StoredRow]:
     """End requests that wait and whose deadline is over; returns them."""
     late = claims.ROWS.where(
@@ -543,7 +543,6 @@ class BackgroundRequests:
 EXPIRED_MESSAGE = "The time was over before there was a response."
 # The error of a request whose client has waited in a process that ended.
 SHUTTING_DOWN = "shutting_down"
-SHUT_DOWN_MESSAGE = "The gateway was shut down before the response had ended: send it again."
 
 
 def _end_without_run(row: StoredRow) -> dict[str, Any] | None:
@@ -553,7 +552,7 @@ def _end_without_run(row: StoredRow) -> dict[str, Any] | None:
     if row.state is RequestState.EXPIRED:
         message = EXPIRED_MESSAGE
     elif row.error_code == SHUTTING_DOWN:
-        message = SHUT_DOWN_MESSAGE
+        message = "The gateway was shut down before the response had ended: send it again."
     else:
         return None
     return {"status": "failed", "error": {"code": "server_error", "message": message}}
@@ -705,7 +704,6 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         return len(rows)
 
     def _raise_class(self) -> None:
-        """Raise the class of those whose deadline is near."""
         now, ids = self.now(), dict[Priority, set[str]]()
         for held in self._held.values():
             if held.row.class_ == Priority.BATCH.label and is_near(held.row, now):
@@ -715,7 +713,6 @@ class BackgroundRunner(RowRuns[HeldRequest]):
             self.runner.raise_class(self.rooms, some, priority)
 
     async def _note_sizes(self) -> None:
-        """Tell the store how much the logs have grown."""
         grown = {
             held: held.events.size
             for held in self._held.values()
@@ -740,7 +737,6 @@ class BackgroundRunner(RowRuns[HeldRequest]):
                 held.task.cancel()  # Its end is told by whoever runs it now.
 
     def _end_run(self, id_: str) -> None:
-        """A request is not wanted any more."""
         held = self._held.get(id_)
         if held is not None and held.task is not None and not held.is_unwanted:
             held.is_unwanted = True

@@ -95,18 +95,17 @@ OUTPUT_PURPOSE = "batch_output"
 PAGE_ROWS = 500  # rows that are read from the store at a time
 
 
+@dataclass(slots=True, eq=False)
 class _FinalFiles:
     """The output and the error file of a batch, which begin with their first line. Blocks."""
 
-    def __init__(self, folder: Folder, batch: Batch) -> None:
-        self._folder = folder
-        self._batch = batch
-        self._reader = ResultReader(folder, batch.api)
-        self._new: dict[bool, NewFile] = {}  # by whether it is the output
+    _folder: Folder
+    _batch: Batch
+    _new: dict[bool, NewFile] = field(default_factory=dict)  # by whether it is the output
 
     def add(self, rows: Sequence[StoredRow]) -> None:
         """Write the lines of these rows. Raises: FolderError."""
-        for piece, is_output in self._reader.pieces(rows):
+        for piece, is_output in ResultReader(self._folder, self._batch.api).pieces(rows):
             if is_output not in self._new:
                 self._new[is_output] = self._folder.open_new(FILE)
             self._new[is_output].write(piece)
@@ -783,9 +782,6 @@ class BatchRegistry:
                     if found[1] is output:
                         yield found[0]
             after = rows[-1].number or 0
-
-
-# Errors.
 
 
 def _seconds_of(window: str | None, settings: BatchSettings) -> float:

@@ -55,12 +55,8 @@ class BatchState(StrEnum):
     @property
     def ended(self) -> bool:
         """Whether it never changes again."""
-        return self in _ENDED
-
-
-_ENDED = frozenset(
-    {BatchState.COMPLETED, BatchState.FAILED, BatchState.EXPIRED, BatchState.CANCELLED}
-)
+        ends = BatchState.COMPLETED, BatchState.FAILED, BatchState.EXPIRED, BatchState.CANCELLED
+        return self in ends
 
 
 class RequestState(StrEnum):
@@ -226,9 +222,6 @@ def lock_batch(connection: Connection, id_: str) -> BatchState | None:
 def alone_in(folder: str) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
     """The conditions of requests of a folder that are no lines of batches."""
     return _ROW.folder == folder, _ROW.batch.is_(None)
-
-
-# Add and find.
 
 
 def add_rows(connection: Connection, rows: Sequence[StoredRow]) -> bool:
@@ -654,17 +647,21 @@ def record(
         locked = asked.where(_ROW.id.in_(ids), _ROW.claimed_by == process).with_for_update()
         for row in connection.execute(locked):
             result = wanted[row.id]
-            if row.state == RequestState.RUNNING.value:
-                told = {name: getattr(result, name) for name in _RESULT}
-                told |= {"of_id": row.id, "state": result.state.value, "ended_at": now}
-                new.append(told)
-                if row.batch is not None:
-                    _add(sums[row.batch], result)
-            else:
+            if row.state != RequestState.RUNNING.value:
                 found = row.state, row.result_place, row.result_offset
-                if found != (result.state.value, result.result_place, result.result_offset):
-                    continue  # It has ended with another one.
+                if found == (result.state.value, result.result_place, result.result_offset):
+                    recorded.append(row.id)  # Else it has ended with another one.
+                continue
             recorded.append(row.id)
+            told = {name: getattr(result, name) for name in _RESULT}
+            new.append(told | {"of_id": row.id, "state": result.state.value, "ended_at": now})
+            if row.batch is not None:
+                counted = sums[row.batch]
+                counted[COUNTED_AS[result.state]] += 1
+                counted[batches.c.result_bytes] += result.result_length or 0
+                if result.usage is not None:
+                    for index, column in _COUNTED:
+                        counted[column] += result.usage[index]
     if new:
         connection.execute(_RECORDED, new)
     for batch in sorted(sums):
@@ -681,14 +678,6 @@ _RECORDED: Final = (
     .values({name: bindparam(name) for name in (*_RESULT, "ended_at")} | {"claimed_until": None})
 )
 """`claimed_by` stays: it tells who has recorded the result."""
-
-
-def _add(sums: Counter[Any], result: RecordedResult) -> None:
-    sums[COUNTED_AS[result.state]] += 1
-    sums[batches.c.result_bytes] += result.result_length or 0
-    if result.usage is not None:
-        for index, column in _COUNTED:
-            sums[column] += result.usage[index]
 
 
 LEASE_SECONDS = 60.0  # for which a claim holds unless it is renewed

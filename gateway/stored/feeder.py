@@ -119,9 +119,7 @@ def read_waiting(connection: Connection, folder: str, now: float) -> Waiting:
     return Waiting(lines, kinds, counts, connection.scalar(oldest))
 
 
-def read_prefixes(
-    connection: Connection, batch: str, now: float, most: int = MOST_GROUPS
-) -> tuple[PrefixGroup, ...]:
+def read_prefixes(connection: Connection, batch: str, now: float) -> tuple[PrefixGroup, ...]:
     """Groups of waiting lines of a batch whose prompts begin alike.
 
     Lines whose beginning no other has are left out; those of short prompts are one group.
@@ -133,7 +131,7 @@ def read_prefixes(
         .group_by(_ROW.prefix)
         .having(or_(func.count() > 1, _ROW.prefix == 0))
         .order_by(longest.desc(), _ROW.prefix)
-        .limit(most)
+        .limit(MOST_GROUPS)
     )
     return tuple(
         PrefixGroup(prefix, rows, int(most_tokens or 0), int(tokens or 0))
@@ -431,7 +429,12 @@ class Feeder(RowRuns[HeldLine]):
             # Once more behind the last work: its counts have changed.
             was_work, self._is_work = self._is_work, await self.work.exists()
             if self._is_work or was_work or self._held or self.clock() >= self._count_at:
-                await self._read_waiting()
+                waiting = await self.supply.read(await self.leases.storage.opened())
+                counts = self.counts
+                counts.waiting, counts.batches, counts.oldest = waiting[1:]
+                self._count_at = self.clock() + COUNT_SECONDS
+                for known in self.supply.known_targets():
+                    self._state_of(known)
             else:
                 self.supply.read_at = self.clock() + IDLE_SECONDS
         for target, state in list(self._targets.items()):
@@ -440,15 +443,6 @@ class Feeder(RowRuns[HeldLine]):
                 await self._claim(state, picks)
             elif not (state.lane.ready or state.lane.running or self.supply.works_of(target)):
                 del self._targets[target]
-
-    async def _read_waiting(self) -> None:
-        folder = await self.leases.storage.opened()
-        waiting = await self.supply.read(folder)
-        counts = self.counts
-        counts.waiting, counts.batches, counts.oldest = waiting[1:]
-        self._count_at = self.clock() + COUNT_SECONDS
-        for target in self.supply.known_targets():
-            self._state_of(target)
 
     def _state_of(self, target: RequestTarget | None) -> TargetRows:
         if target not in self._targets:
@@ -517,7 +511,6 @@ class Feeder(RowRuns[HeldLine]):
                 await asyncio.sleep(0)
 
     def _look(self, state: TargetRows) -> None:
-        """See how much room there is."""
         lane, registry, target = state.lane, self.runner.registry, state.target
         state.arriving = {
             id_
@@ -650,7 +643,6 @@ class Feeder(RowRuns[HeldLine]):
             self.counts.outcomes["done" if outcome.status < 400 else "failed"] += 1
 
     def _let_go(self, held: HeldLine) -> None:
-        """The run has ended."""
         self._slot_free(held)
         if held.task is not None:  # Else it is kept, to be offered again.
             self._forget(held)
@@ -658,7 +650,6 @@ class Feeder(RowRuns[HeldLine]):
                 self._claims.set()
 
     def _deferred(self, held: HeldLine, deferred: RowDeferred) -> None:
-        """A row that could not be run now waits again."""
         self.counts.deferred += 1
         row, state, now, seconds = held.row, held.state, self.clock(), deferred.seconds
         if deferred.concerns_owner:

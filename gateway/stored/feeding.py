@@ -69,9 +69,6 @@ class BatchWork:
     """Its larger groups; the other rows are claimed once these are."""
 
 
-# How many.
-
-
 def rows_to_offer(room: BatchRoom, arriving: int) -> int:
     """Rows to offer now; negative: so many more wait than there will be slots for.
 
@@ -86,9 +83,6 @@ def ready_wanted(slots: int, ended_a_second: float) -> int:
     if slots <= 0:
         return 1
     return min(MOST_READY, max(2, 2 * slots, math.ceil(ended_a_second * READY_SECONDS)))
-
-
-# Deadlines.
 
 
 def in_danger(
@@ -184,8 +178,6 @@ class Pace:
 
 @dataclass(slots=True)
 class _BatchRows:
-    """The claimed rows of one batch."""
-
     owner: str
     class_: str
     deadline: float = math.inf  # Unix time
@@ -341,7 +333,6 @@ class Lane:
         return self._take(min(open_, key=lambda batch: waiting.get(self._batches[batch].owner, 0)))
 
     def _take(self, batch: str) -> StoredRow:
-        """Take the batch's next row."""
         rows = self._batches[batch]
         prefix = self._next_prefix(batch, rows)
         ready = rows.ready[prefix]
@@ -387,27 +378,21 @@ class Lane:
         """The next group that has not begun, if a node has none; else that with fewest slots."""
         under_way = [prefix for prefix in rows.ready if rows.running[prefix]]
         fresh = [prefix for prefix in rows.ready if not rows.running[prefix]]
+
+        def waiting(prefix: int) -> PrefixGroup:
+            return rows.waiting.get(prefix) or PrefixGroup(prefix, 0, 0, 0)
+
+        def work(prefix: int) -> tuple[int, int, int]:
+            """The longest row of a group, then all its work."""
+            ready, group = rows.ready[prefix], waiting(prefix)
+            tokens = sum(map(_length, ready)) + group.tokens
+            return max(_length(ready[-1]), group.longest), tokens, -prefix
+
         # Of a group that has no rows left only the last ones still run.
         if fresh and len(under_way) < max(1, self.nodes):
-            return max(fresh, key=lambda prefix: (*self._longest(rows, prefix), -prefix))
-        return min(
-            under_way or fresh,
-            key=lambda prefix: (rows.running[prefix], -self._left(rows, prefix), prefix),
-        )
-
-    @staticmethod
-    def _longest(rows: _BatchRows, prefix: int) -> tuple[int, int]:
-        """The longest row of a group, then all its work."""
-        ready, waiting = rows.ready[prefix], rows.waiting.get(prefix)
-        longest, tokens = _length(ready[-1]), sum(map(_length, ready))
-        if waiting is not None:
-            longest, tokens = max(longest, waiting.longest), tokens + waiting.tokens
-        return longest, tokens
-
-    @staticmethod
-    def _left(rows: _BatchRows, prefix: int) -> int:
-        waiting = rows.waiting.get(prefix)
-        return len(rows.ready[prefix]) + (0 if waiting is None else waiting.rows)
+            return max(fresh, key=work)
+        left = {one: len(rows.ready[one]) + waiting(one).rows for one in under_way or fresh}
+        return min(left, key=lambda prefix: (rows.running[prefix], -left[prefix], prefix))
 
     # What to claim.
 

@@ -152,7 +152,6 @@ def _sum(column: Any) -> Any:
 
 
 FILES = "files"  # name of the revision that every change of a file raises
-PROCESSED = "processed"  # the state of a file that is complete
 SortOrder = Literal["asc", "desc"]
 
 
@@ -169,7 +168,7 @@ class StoredFile:
     created_at: float  # Unix time, as all times here
     expires_at: float | None
     folder: str  # the id of the folder that holds it
-    state: str = PROCESSED
+    state: str = "processed"  # which a complete file is
 
 
 class FilePage(NamedTuple):

@@ -28,7 +28,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 from io import FileIO
 from pathlib import Path
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import structlog
 from sqlalchemy import Connection
@@ -63,14 +63,6 @@ class FolderFull(FolderError):  # noqa: N818 - named for what it says of the fol
 
 class FileTooShort(FolderError):  # noqa: N818 - named for what it says of the file
     """A file lacks what it should have."""
-
-
-class FoundFile(NamedTuple):
-    """A complete file."""
-
-    name: str
-    size: int
-    changed_at: float  # Unix time
 
 
 def is_file_name(text: str) -> bool:
@@ -124,7 +116,10 @@ class Folder:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
                 found = self._read_id() or self._make_id()
                 for path in self.location.glob(f"{_TEMPORARY}*"):
-                    _remove_if_abandoned(path)
+                    # A file that nobody holds locked is that of a process which has ended.
+                    with contextlib.suppress(OSError), opened(path, _LEFT_OVER) as left_over:
+                        if _lock(left_over):
+                            path.unlink(missing_ok=True)
             self._inode = _inode(self.location)
         self.id = found
         return found
@@ -225,7 +220,7 @@ class Folder:
     def read(self, name: str, offset: int, length: int) -> bytes:
         """A part of the file. Raises: FileNotFoundError, FolderError, FileTooShort."""
         with self.open_to_read(name) as file, self.translated_errors():
-            part = os.pread(file.fileno(), length, offset)
+            part = b""
             while len(part) < length:
                 more = os.pread(file.fileno(), length - len(part), offset + len(part))
                 if not more:
@@ -244,14 +239,20 @@ class Folder:
             return False
         return True
 
-    def files(self, kind: str) -> Iterator[FoundFile]:
-        """The complete files of this kind. Raises: FolderError."""
+    def old_files(self, kind: str, before: float) -> list[str]:
+        """Names of complete files of this kind that were changed before that time (Unix seconds).
+
+        Nobody writes them any more. Raises: FolderError.
+        """
+        found = []
         with self.translated_errors(), os.scandir(self.location) as entries:
             for entry in entries:
                 if entry.name.startswith(f"{kind}-") and is_file_name(entry.name):
                     with contextlib.suppress(FileNotFoundError):
-                        found = entry.stat(follow_symlinks=False)
-                        yield FoundFile(entry.name, found.st_size, found.st_mtime)
+                        is_old = entry.stat(follow_symlinks=False).st_mtime < before
+                        if is_old and not self.is_written(entry.name):
+                            found.append(entry.name)
+        return found
 
     def used_bytes(self) -> int:
         """Bytes of all files, those that are being written included. Raises: FolderError."""
@@ -347,7 +348,7 @@ class NewFile:
     size: int = 0  # bytes that were written
     _digest: hashlib._Hash = field(default_factory=hashlib.sha256)
     _next_step: int = STEP_BYTES
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
 
     @property
     def sha256(self) -> str:
@@ -409,19 +410,17 @@ class NewFile:
                 with self.folder.translated_errors():
                     self._temporary.unlink(missing_ok=True)
             finally:
-                self._close()
+                self.close()
 
     def close(self) -> None:
         """End writing; called again, nothing."""
         with self._lock:
-            self._close()
-
-    def _close(self) -> None:
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            os.close(descriptor)
+            descriptor, self._descriptor = self._descriptor, None
+            if descriptor is not None:
+                os.close(descriptor)
 
 
+_LEFT_OVER = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -465,19 +464,6 @@ def _lock(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _remove_if_abandoned(path: Path) -> None:
-    """Remove a temporary file whose process has ended."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return
-    try:
-        if _lock(descriptor):
-            path.unlink(missing_ok=True)
-    finally:
-        os.close(descriptor)
 
 
 THREADS = 4  # threads: more would not make a disk faster
@@ -543,18 +529,16 @@ RETRY_AFTER = 5.0  # `Retry-After` in seconds while the store or the folder can'
 log = structlog.get_logger()
 
 
+@dataclass(slots=True, eq=False)
 class StorageTrouble:
     """Why work waits for the store or the folder, told in the log once, and again when it goes on.
 
     Such work is done again later. Several works may be told apart, of which `of` names one.
     """
 
-    def __init__(
-        self, warn: Callable[[str], None], resumed: Callable[[], None] = lambda: None
-    ) -> None:
-        """`warn` tells the log why work waits, `resumed` that it goes on."""
-        self._warn, self._resumed = warn, resumed
-        self.errors: dict[str, Exception] = {}  # of works that wait
+    warn: Callable[[str], None]  # tells the log why work waits
+    resumed: Callable[[], None] = lambda: None  # and that it goes on
+    errors: dict[str, Exception] = field(default_factory=dict)  # of works that wait
 
     @contextlib.contextmanager
     def told(self, of: str = "") -> Iterator[None]:
@@ -571,12 +555,12 @@ class StorageTrouble:
         known = {str(one) for one in self.errors.values()}
         self.errors[of] = error.with_traceback(None)  # what its frames hold may be large
         if str(error) not in known:
-            self._warn(str(error))
+            self.warn(str(error))
 
     def over(self, of: str = "") -> None:
         """This work was done."""
         if self.errors.pop(of, None) is not None:
-            self._resumed()
+            self.resumed()
 
 
 Job = Callable[Concatenate[Connection, P], T]  # what the store does, with its arguments
@@ -685,22 +669,14 @@ class Storage:
         `needed`: those that rows name, of some files. Raises: FolderError, StoreError; what is done
         by then stays done.
         """
-        old, gone = await self.threads.run(self._old_files, kind, self.now() - seconds), 0
+        before, gone = self.now() - seconds, 0
+        old = await self.threads.run(self.folder.old_files, kind, before)
         for start in range(0, len(old), STEP_FILES):
             # The rows after the files: who writes one closes it when its rows are in the store.
             some = set(old[start : start + STEP_FILES])
             for name in some - await self.read(needed, some):
                 gone += await self.delete(name)
         return gone
-
-    def _old_files(self, kind: str, before: float) -> list[str]:
-        """Names of such files, which nobody writes any more. Raises: FolderError."""
-        found = []
-        for one in self.folder.files(kind):
-            with contextlib.suppress(FileNotFoundError):
-                if one.changed_at < before and not self.folder.is_written(one.name):
-                    found.append(one.name)
-        return found
 
 
 @contextlib.contextmanager

@@ -145,13 +145,13 @@ class _Broken(Exception):  # noqa: N818 - what a line is
         self.code, self.message, self.param = code, message, param
 
 
+@dataclass(slots=True, eq=False)
 class LineChecker:
     """Makes requests and errors of a batch's lines, in their order."""
 
-    def __init__(self, endpoint: str, line_bytes: int) -> None:
-        self._endpoint = endpoint
-        self._line_bytes = line_bytes
-        self._seen: set[bytes] = set()  # digests of the `custom_id`s of all lines
+    endpoint: str
+    line_bytes: int
+    _seen: set[bytes] = field(default_factory=set)  # digests of the `custom_id`s of all lines
 
     def check(self, raw: RawLine) -> Line | None:
         """The line; None: it is empty."""
@@ -189,7 +189,7 @@ class LineChecker:
         if raw.data is None:
             raise _Broken(
                 "line_too_long",
-                f"The line has {raw.length} bytes, and may have {self._line_bytes} "
+                f"The line has {raw.length} bytes, and may have {self.line_bytes} "
                 "('batches.line_bytes').",
             )
         message = "This line is not UTF-8."
@@ -219,11 +219,11 @@ class LineChecker:
                 raise _missing(name)
         if _text(fields.method) != "POST":
             raise _Broken("invalid_method", "The method of each line must be 'POST'.", "method")
-        if _text(fields.url) != self._endpoint:
+        if _text(fields.url) != self.endpoint:
             raise _Broken(
                 "invalid_url",
                 "The URL provided for this request does not match the batch endpoint "
-                f"'{self._endpoint}'.",
+                f"'{self.endpoint}'.",
                 "url",
             )
         try:

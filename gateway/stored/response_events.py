@@ -147,14 +147,10 @@ async def current_response(log: ResponseLog) -> JsonObject:
 
     Raises: FolderError, FileNotFoundError.
     """
-    last = await log.last_event()
-    found: JsonObject = {}
-    if last is not None and "response" in last:
-        found = last["response"]
-    else:
+    found: JsonObject = (await log.last_event() or {}).get("response") or {}
+    if not found:
         async for events in log.events():
-            for event in split_events(events):
-                value = event_data(event)
+            for value in map(event_data, split_events(events)):
                 if "response" not in value:
                     return found
                 found = value["response"]
@@ -181,8 +177,6 @@ class RunEnd(NamedTuple):
 
 
 class _RunMark(msgspec.Struct):
-    """Where a response has begun."""
-
     model: str
     kind: str | None = None
 
@@ -249,7 +243,6 @@ class ResponseEvents:
         return events
 
     async def _read(self, most_text: int) -> None:
-        """Read what the log has."""
         recorder = TranscriptRecorder(read_response, most_text)
         first_run, first = FirstRun("", None), True
         async for events in self._log.events():
@@ -439,7 +432,6 @@ class ResponseEvents:
             raise _interrupted("a second run has given another one") from None
 
     def _fails(self, error: JsonObject) -> None:
-        """The run ends with this error."""
         code, message = error.get("code"), error.get("message")
         self._error = str(code or "server_error"), str(message or "The node failed.")
 
@@ -533,7 +525,6 @@ def partial_output(values: Iterable[JsonObject]) -> list[JsonObject]:
 
 
 def _values(pages: list[bytes]) -> Iterator[JsonObject]:
-    """The data of the events in these pieces."""
     return (event_data(event) for events in pages for event in split_events(events))
 
 

@@ -51,10 +51,6 @@ _HEAD = re.compile(
 class LogFull(Exception):  # noqa: N818 - said of the log
     """The log may not hold so much."""
 
-    def __init__(self, most: int) -> None:
-        super().__init__(f"The response takes more than {most} bytes (limits.response_bytes).")
-        self.most = most
-
 
 class LogEnded(Exception):  # noqa: N818 - said of the log
     """The log has its terminal event already."""
@@ -303,7 +299,7 @@ class ResponseLog:
         is_last = bool(values) and values[-1]["type"] in TERMINAL_TYPES
         most = self._logs.most_bytes()
         if not is_last and self.extent.size + self._pending_bytes + len(data) > most:
-            raise LogFull(most)
+            raise LogFull(f"The response takes more than {most} bytes (limits.response_bytes).")
         self.next_number, self.ending = number, is_last
         self.pending.append(data)
         self._pending_bytes += len(data)
@@ -338,10 +334,9 @@ class ResponseLog:
 
         Raises: FolderError, FileNotFoundError.
         """
-        if offset >= self.extent.size:
+        length, logs = min(READ_BYTES, self.extent.size - offset), self._logs
+        if length <= 0:
             return b""
-        length = min(READ_BYTES, self.extent.size - offset)
-        logs = self._logs
         return await logs.threads.run(logs.folder.read, self.name, offset, length)
 
     async def find(self, number: int) -> int | None:

@@ -42,11 +42,6 @@ from gateway.stored.line_reader import LineError
 from gateway.stored.runner import Outcome
 
 ANTHROPIC = "anthropic"  # the API of `/v1/messages/batches`; that of `/v1/batches` is `openai`
-EXPIRED_CODE, CANCELLED_CODE = "batch_expired", "batch_cancelled"
-EXPIRED_MESSAGE = "This request could not be executed before the completion window expired."
-CANCELLED_MESSAGE = "This request was not executed because the batch was cancelled."
-LOST_CODE = "result_lost"
-LOST_MESSAGE = "The result of this request can't be read any more."
 # What else `str.splitlines` takes for the end of a line and JSON allows, within strings alone.
 _LINE_ENDS = tuple((one.encode(), f"\\u{ord(one):04x}".encode()) for one in "\x85\u2028\u2029")
 _ANY_JSON = msgspec.json.Decoder(msgspec.Raw)
@@ -77,12 +72,14 @@ def unanswered_line(
     id_: str, custom_id: str | None, api: str, number: int | None, state: RequestState
 ) -> bytes:
     """The line of a request that has no result, and never will."""
+    code, type_ = "result_lost", "errored"
+    message = "The result of this request can't be read any more."
     if state is RequestState.EXPIRED:
-        code, message, type_ = EXPIRED_CODE, EXPIRED_MESSAGE, "expired"
+        code, type_ = "batch_expired", "expired"
+        message = "This request could not be executed before the completion window expired."
     elif state is RequestState.CANCELLED:
-        code, message, type_ = CANCELLED_CODE, CANCELLED_MESSAGE, "canceled"
-    else:
-        code, message, type_ = LOST_CODE, LOST_MESSAGE, "errored"
+        code, type_ = "batch_cancelled", "canceled"
+        message = "This request was not executed because the batch was cancelled."
     told: JsonObject = {"code": code, "message": message}
     if custom_id is None:
         told["line"] = number

@@ -244,8 +244,6 @@ class RequestRunner:
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """One run of one stored request."""
-
     runner: RequestRunner
     stored: StoredRow
     priority: Priority
@@ -600,11 +598,9 @@ class RowRuns(Generic[H]):
             self.leases.put_back([held.row.id], self.now())
 
     def _let_go(self, held: H) -> None:
-        """The run has ended."""
         self._forget(held)
 
     def _forget(self, held: H) -> None:
-        """The row is held no more."""
         self._held.pop(held.row.id, None)
         if not self._held:
             self._none_held.set()

@@ -59,7 +59,7 @@ from gateway.store.failures import StoreError
 from gateway.store.schema import webhook_deliveries as deliveries
 from gateway.store.store import Store, woken
 from gateway.stored.batch_rows import Batch
-from gateway.stored.claims import BatchState, ResponseEnd, StoredRow, unlocked
+from gateway.stored.claims import ResponseEnd, StoredRow, unlocked
 from gateway.stored.folder import job
 from gateway.transport.errors import ConnectFailed
 from gateway.transport.resolver import Resolver
@@ -67,11 +67,11 @@ from gateway.transport.resolver import Resolver
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
+@dataclass(frozen=True, slots=True)
 class WebhookTargets:
     """The receivers of the settings in force, which `settings` gives. Any thread may ask."""
 
-    def __init__(self, settings: Callable[[], WebhookSettings]) -> None:
-        self._settings = settings
+    settings: Callable[[], WebhookSettings]
 
     def check(self, owner: str, group: str | None, url: object) -> str:
         """A `webhook_url` that a request of this key names, in the form that is to be stored.
@@ -102,7 +102,7 @@ class WebhookTargets:
         """
         found = [
             target.parsed_url
-            for target in self._settings().targets
+            for target in self.settings().targets
             if not target.named_only and target.is_for(owner, group) and target.wants(event)
         ]
         with contextlib.suppress(ValueError):
@@ -117,7 +117,7 @@ class WebhookTargets:
         """The target whose secrets sign events of this key for the URL; None: there is none now."""
         covering = [
             target
-            for target in self._settings().targets
+            for target in self.settings().targets
             if target.is_for(owner, group) and target.parsed_url.covers(url)
         ]
         return max(covering, key=lambda target: len(target.parsed_url.path), default=None)
@@ -192,14 +192,16 @@ def signatures(secrets: Sequence[str], id_: str, timestamp: int, body: str) -> s
     return " ".join(f"v1,{base64.b64encode(digest).decode()}" for digest in digests)
 
 
+@dataclass(slots=True, eq=False)
 class WebhookPoster:
-    """Posts events. `now` gives Unix seconds."""
+    """Posts events."""
 
-    def __init__(self, resolver: Resolver, now: Callable[[], float]) -> None:
-        self._resolver = resolver
-        self._now = now
-        self._trusted: dict[Path | None, tuple[tuple[int, int], ssl.SSLContext]] = {}
-        """By the file of certificate authorities, with its time and size when it was read."""
+    resolver: Resolver
+    now: Callable[[], float]  # Unix seconds
+    _trusted: dict[Path | None, tuple[tuple[int, int], ssl.SSLContext]] = field(
+        default_factory=dict
+    )
+    """By the file of certificate authorities, with its time and size when it was read."""
 
     async def post(
         self, target: WebhookTarget, url: WebhookUrl, id_: str, body: str, timeout: float
@@ -221,7 +223,7 @@ class WebhookPoster:
         timeout: float,
     ) -> PostResult:
         try:
-            addresses = await self._resolver.addresses(url.host, timeout)
+            addresses = await self.resolver.addresses(url.host, timeout)
         except ConnectFailed as error:
             return PostResult(None, str(error))
         # One address that is not allowed is enough: such a name is not what it was listed for.
@@ -239,7 +241,7 @@ class WebhookPoster:
                 why = f"its certificate authorities can't be read: {_words(error)}"
                 return PostResult(None, why)
             self._trusted[target.ca], context = found, found[1]
-        timestamp = int(self._now())
+        timestamp = int(self.now())
         secrets = [secret.get_secret_value() for secret in target.secrets]
         headers = {
             "host": url.host_field,
@@ -265,7 +267,7 @@ class WebhookPoster:
             except httpx.TransportError as error:
                 # Not its text, which may repeat what the receiver has sent.
                 return PostResult(None, f"no valid answer ({type(error).__name__})")
-        self._resolver.connect_failed(url.host)
+        self.resolver.connect_failed(url.host)
         return result
 
     async def _send(
@@ -291,7 +293,7 @@ class WebhookPoster:
         error = f"status {status}"
         if 300 <= status < 400:
             error += ", a redirect, which is not followed"
-        wait = retry_after_seconds(response.headers.get("retry-after", ""), self._now())
+        wait = retry_after_seconds(response.headers.get("retry-after", ""), self.now())
         return PostResult(status, error, wait)
 
 
@@ -451,33 +453,21 @@ def remove_ended(connection: Connection, before: float, limit: int) -> int:
     return len(ids)
 
 
-_BATCH_EVENTS = {
-    BatchState.COMPLETED: "batch.completed",
-    BatchState.FAILED: "batch.failed",
-    BatchState.EXPIRED: "batch.expired",
-    BatchState.CANCELLED: "batch.cancelled",
-}
-
-
+@dataclass(slots=True, eq=False)
 class WebhookEvents:
-    """Records what is to be delivered. Its methods are parts of jobs of the store.
+    """Records what is to be delivered. Its methods are parts of jobs of the store."""
 
-    `now` gives Unix seconds.
-    """
-
-    def __init__(self, targets: WebhookTargets, now: Callable[[], float]) -> None:
-        self._targets = targets
-        self._now = now
-        self.recorded = 0
-        """Deliveries that jobs have added; those of a job that fails are counted, too."""
+    targets: WebhookTargets
+    now: Callable[[], float]  # Unix seconds
+    recorded: int = 0
+    """Deliveries that jobs have added; those of a job that fails are counted, too."""
 
     def batch_ended(self, connection: Connection, batch: Batch) -> None:
         """A batch of either API has ended."""
-        type_ = _BATCH_EVENTS.get(batch.state)
-        if type_ is not None:
-            ended_at = self._now() if batch.ended_at is None else batch.ended_at
-            event = WebhookEvent(type_, batch.id, batch.owner, batch.group_name, ended_at)
-            self._add(connection, event, batch.webhook_url)
+        type_, ended_at = f"batch.{batch.state}", batch.ended_at
+        assert ended_at is not None
+        event = WebhookEvent(type_, batch.id, batch.owner, batch.group_name, ended_at)
+        self._add(connection, event, batch.webhook_url)
 
     def response_ended(
         self, connection: Connection, row: StoredRow, end: ResponseEnd, ended_at: float
@@ -492,12 +482,12 @@ class WebhookEvents:
         type_ = "quota.spent" if quota.spent else "quota.near"
         key, group = (quota.id if one.kind == kind else None for kind in ("key", "group"))
         figures = {**one.as_json(), "key": key, "name": name, "group": group}
-        event = WebhookEvent(type_, quota.name, key or "", group, self._now(), figures)
+        event = WebhookEvent(type_, quota.name, key or "", group, self.now(), figures)
         self._add(connection, event, None)
 
     def _add(self, connection: Connection, event: WebhookEvent, named: str | None) -> None:
-        urls = self._targets.receivers(event.owner, event.group_name, event.type, named)
-        self.recorded += len(add_deliveries(connection, urls, event, self._now()))
+        urls = self.targets.receivers(event.owner, event.group_name, event.type, named)
+        self.recorded += len(add_deliveries(connection, urls, event, self.now()))
 
 
 # Seconds between the attempts, about as Standard Webhooks proposes; the last is repeated.
