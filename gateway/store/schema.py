@@ -171,8 +171,8 @@ open_requests = Table(
     Column("class", Text, key="class_"),
     *_columns(Text, "tier", "node", "path"),
     Column("stream", Boolean, nullable=False, server_default=false()),
-    *_columns(BigInteger, "reserved_tokens", default="0"),
-    *_columns(Float, "reserved_cost", default="0"),
+    Column("reserved_tokens", BigInteger, nullable=False, server_default=text("0")),
+    Column("reserved_cost", Float, nullable=False, server_default=text("0")),
     *_columns(BigInteger, "prompt_tokens", "completion_tokens", default="0"),
     *_columns(Float, "slot_seconds", "cost", default="0"),
 )

@@ -146,7 +146,7 @@ class Supply:
     storage: Storage
     target_of: Callable[[str, str, str | None], RequestTarget | None]  # that of a runner
     read_at: float = 0.0  # when it is to be read again
-    _works: dict[RequestTarget | None, dict[str, BatchWork]] = field(default_factory=dict)
+    works: dict[RequestTarget | None, dict[str, BatchWork]] = field(default_factory=dict)
     _prefixes: dict[str, tuple[float, tuple[PrefixGroup, ...]]] = field(default_factory=dict)
     """Groups of batches, and when they were read."""
 
@@ -166,7 +166,7 @@ class Supply:
                 work = BatchWork(some.batch, some.owner, 0, some.deadline, some.class_)
             models = *work.models, some.model
             works[target][some.batch] = replace(work, rows=work.rows + some.rows, models=models)
-        self._works = dict(works)
+        self.works = dict(works)
         for batch in self._prefixes.keys() - {some.batch for some in waiting.lines}:
             del self._prefixes[batch]
         return waiting
@@ -175,17 +175,13 @@ class Supply:
         """Read again within so many seconds: something has changed."""
         self.read_at = min(self.read_at, self.storage.clock() + seconds)
 
-    def known_targets(self) -> list[RequestTarget | None]:
-        """Where something waits for."""
-        return list(self._works)
-
     def works_of(self, target: RequestTarget | None) -> list[BatchWork]:
         """Batches with lines that wait for a target, as far as is known."""
-        return [work for work in self._works.get(target, {}).values() if work.rows > 0]
+        return [work for work in self.works.get(target, {}).values() if work.rows > 0]
 
     def targets_of(self, batch: str) -> set[RequestTarget | None]:
         """Where the lines of a batch go that wait."""
-        return {target for target, works in self._works.items() if batch in works}
+        return {target for target, works in self.works.items() if batch in works}
 
     async def with_groups(self, works: list[BatchWork], held: Mapping[str, int]) -> list[BatchWork]:
         """The same with the groups of those that are next. Raises: StoreError.
@@ -211,7 +207,7 @@ class Supply:
             if len(self.targets_of(batch)) <= 1:
                 found.append(want)
                 continue
-            models = self._works[target][batch].models
+            models = self.works[target][batch].models
             limit = max(1, want.limit // len(models))
             found += [replace(want, limit=limit, model=model) for model in models]
         return found
@@ -222,7 +218,7 @@ class Supply:
         """What was claimed does not wait any more, nor what was asked for in vain."""
         claimed = Counter(row.batch for row in rows)
         of_group = Counter((row.batch, row.prefix) for row in rows)
-        works = self._works.get(target, {})
+        works = self.works.get(target, {})
         for batch in {pick.batch for pick in picks if pick.batch is not None}:
             if batch in works:
                 left = works[batch].rows - claimed[batch] if claimed[batch] else 0
@@ -268,12 +264,7 @@ class HeldLine(HeldRow):
 
     state: TargetRows
     has_slot: bool = False  # whether it counts as running in its lane
-    recording: bool = False  # whether it has a result, which is being recorded
     in_late_place: bool = False  # whether it was offered as late, without room for class `batch`
-
-    def has_result(self) -> bool:
-        """Whether its result is being recorded: `LineResults` does that to the end."""
-        return self.recording
 
 
 @dataclass(slots=True)
@@ -433,7 +424,7 @@ class Feeder(RowRuns[HeldLine]):
                 counts = self.counts
                 counts.waiting, counts.batches, counts.oldest = waiting[1:]
                 self._count_at = self.clock() + COUNT_SECONDS
-                for known in self.supply.known_targets():
+                for known in self.supply.works:
                     self._state_of(known)
             else:
                 self.supply.read_at = self.clock() + IDLE_SECONDS

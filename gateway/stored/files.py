@@ -347,11 +347,11 @@ class Content:
         return cls(name, size, pieces(), partial(threads.run, opened.close))
 
 
+@dataclass(slots=True, eq=False)
 class UploadCounts:
     """How many uploads each owner has under way."""
 
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
+    _counts: Counter[str] = field(default_factory=Counter)
 
     @contextlib.contextmanager
     def one_more(self, owner: str) -> Iterator[None]:

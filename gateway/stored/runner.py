@@ -277,7 +277,9 @@ class _Run:
         runner, record, has_result = self.runner, self._record, False
         try:
             try:
-                status, header_lines, content = await self._result(body)
+                status, header_lines, content = await self._respond(body)
+            except GatewayError as error:
+                status, header_lines, content = await self._result(error)
             finally:  # Release everything but what the limits hold.
                 if self._response is not None and self._response.body_stream is not None:
                     self._response.body_stream.close()
@@ -305,22 +307,17 @@ class _Run:
                 runner.tracing.forget(self.stored.id)
         return Outcome(status, header_lines, content, usage, record, record.reason)
 
-    async def _result(self, body: bytes) -> tuple[int, bytes, bytes]:
-        """Status, header lines and body. Raises: RowDeferred, RowExpired."""
+    async def _result(self, error: GatewayError) -> tuple[int, bytes, bytes]:
+        """What the error is as a result. Raises: RowDeferred, RowExpired."""
         record, api = self._record, self._api
-        if self._is_late():
-            raise RowExpired
-        try:
-            return await self._respond(body)
-        except GatewayError as error:
-            errors.drop_traceback(error)
-            record.fail(error.status, error.code)
-            self._check_waits(error.code, error.retry_after)
-            if self.sink is None or not self._sink_has_events:
-                content = api.error_body(error, record.x_request_id)
-                return error.status, client_response.JSON_HEADER_LINE, content
-            await self.sink.write(api.error_event(error, record.x_request_id))
-            return error.status, b"", b""
+        errors.drop_traceback(error)
+        record.fail(error.status, error.code)
+        self._check_waits(error.code, error.retry_after)
+        if self.sink is None or not self._sink_has_events:
+            content = api.error_body(error, record.x_request_id)
+            return error.status, client_response.JSON_HEADER_LINE, content
+        await self.sink.write(api.error_event(error, record.x_request_id))
+        return error.status, b"", b""
 
     def _check_waits(self, code: str, retry_after: float | None) -> None:
         """Check that an error of this code is a result. Raises: RowDeferred, RowExpired."""
@@ -337,7 +334,9 @@ class _Run:
     # The request.
 
     async def _respond(self, body: bytes) -> tuple[int, bytes, bytes]:
-        """The response of a node. Raises: GatewayError, RowDeferred."""
+        """Status, header lines and body. Raises: GatewayError, RowDeferred, RowExpired."""
+        if self._is_late():
+            raise RowExpired
         runner, stored, record = self.runner, self.stored, self._record
         route, settings = ROUTES.get(stored.path), runner.settings
         if route is None or route.multipart or not route.takes_slot:
@@ -497,10 +496,11 @@ class HeldRow:
 
     row: StoredRow
     task: asyncio.Task[None] | None = field(default=None, kw_only=True)
+    recording: bool = field(default=False, kw_only=True)
 
     def has_result(self) -> bool:
         """Whether it has a result, which is being recorded."""
-        return False
+        return self.recording
 
 
 H = TypeVar("H", bound=HeldRow)
@@ -573,12 +573,11 @@ class RowRuns(Generic[H]):
 
     async def _body(self, row: StoredRow) -> bytes | None:
         """The body of a row; None: its file is gone. Raises: RowDeferred, if it can't be read."""
-        storage, body = self.leases.storage, None
+        storage, where = self.leases.storage, (row.place, row.offset, row.length)
         try:
-            with contextlib.suppress(FileNotFoundError):
-                body = await storage.threads.run(
-                    storage.folder.read, row.place, row.offset, row.length
-                )
+            body = await storage.threads.run(storage.folder.read, *where)
+        except FileNotFoundError:
+            body = None
         except FolderError as error:
             self._trouble.tell(error, "bodies")
             raise RowDeferred(str(error), AWAY_SECONDS) from None
