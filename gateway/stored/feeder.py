@@ -531,7 +531,7 @@ class Feeder(RowRuns[HeldLine]):
         It is theirs, within what their owner may have.
         """
         runner, late = self.runner, dict[str, Priority]()
-        for work in map(works.__getitem__, state.urgent):
+        for work in (works[id_] for id_ in state.urgent):
             own = Priority.parse(work.class_) or Priority.BATCH
             if (raised := max(runner.late_priority(work.owner), own)) < Priority.BATCH:
                 late[work.batch] = raised

@@ -104,16 +104,14 @@ def scan_log(folder: Folder, name: str, known: Extent = NOTHING) -> Extent:
     extent, rest = known, b""
     with folder.open_to_read(name) as file, folder.translated_errors():
         while piece := os.pread(file.fileno(), PIECE_BYTES, extent.size + len(rest)):
-            data = rest + piece
-            end = data.rfind(b"\n\n") + 2
-            if end < 2:
-                rest = data
+            rest += piece
+            if (end := rest.rfind(b"\n\n") + 2) < 2:
                 continue
-            whole = data[: _valid_bytes(data[:end], extent.events)]
+            whole = rest[: _valid_bytes(rest[:end], extent.events)]
             extent = extent.grown(whole)
             if len(whole) < end:
                 break
-            rest = data[end:]
+            rest = rest[end:]
     return extent
 
 
@@ -387,13 +385,10 @@ class ResponseLog:
         offset, rest = await self.find(first), b""
         while offset is not None and (piece := await self.read(offset)):
             offset += len(piece)
-            data = rest + piece
-            end = data.rfind(b"\n\n") + 2
-            if end > 1:
-                yield data[:end]
-                rest = data[end:]
-            else:
-                rest = data
+            rest += piece
+            if (end := rest.rfind(b"\n\n") + 2) > 1:
+                yield rest[:end]
+                rest = rest[end:]
 
     async def stop_writing(self) -> None:
         """This process goes on with it no more; another may. Raises: FolderError."""
