@@ -901,10 +901,7 @@ def _check_failed(row: StoredRow, outcome: Outcome) -> None:
 
 
 def _failed(row: StoredRow, code: str) -> RecordedResult:
-    failed = RecordedResult(row.id, RequestState.FAILED, 500, code)
+    what = row.id, RequestState.FAILED, 500, code
     if row.kind is not RequestKind.RESPONSE:
-        return failed
-    length = row.result_length or 0
-    return replace(
-        failed, result_place=row.result_place, result_offset=0, result_length=length, end="failed"
-    )
+        return RecordedResult(*what)
+    return RecordedResult(*what, row.result_place, 0, row.result_length or 0, end="failed")

@@ -267,20 +267,6 @@ class HeldLine(HeldRow):
     in_late_place: bool = False  # whether it was offered as late, without room for class `batch`
 
 
-@dataclass(slots=True)
-class FeederCounts:
-    """What the feeder has done, and what it knows of what waits."""
-
-    outcomes: Counter[str] = field(default_factory=Counter)
-    """Lines whose result this process has recorded: `done`, `failed`, or `lost` (taken)."""
-    deferred: int = 0  # runs after which a row waits again: a limit of its owner, no room, no node
-    retried: int = 0  # runs that nodes have failed and that are repeated
-    waiting: Counter[str] = field(default_factory=Counter)  # stored requests that may run, by kind
-    batches: dict[str, int] = field(default_factory=dict)  # by state
-    oldest: float | None = None
-    """When the oldest batch with waiting lines was created; None: nothing waits."""
-
-
 @dataclass(eq=False)
 class Feeder(RowRuns[HeldLine]):
     """Feeds the lines of batches to the scheduler."""
@@ -290,7 +276,11 @@ class Feeder(RowRuns[HeldLine]):
     supply: Supply
     results: LineResults
     work: UnfinishedWork
-    counts: FeederCounts = field(default_factory=FeederCounts)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    """Lines whose result this process has recorded: `done`, `failed`, or `lost` (taken)."""
+    deferred: int = 0  # runs after which a row waits again: a limit of its owner, no room, no node
+    retried: int = 0  # runs that nodes have failed and that are repeated
+    waiting: Waiting = field(default_factory=lambda: Waiting([], Counter(), {}, None))
     put_off: dict[str, tuple[str, float]] = field(default_factory=dict)
     """Of batches whose lines were put off of late: why, and until when (Unix time)."""
     _targets: dict[RequestTarget | None, TargetRows] = field(default_factory=dict)
@@ -420,9 +410,7 @@ class Feeder(RowRuns[HeldLine]):
             # Once more behind the last work: its counts have changed.
             was_work, self._is_work = self._is_work, await self.work.exists()
             if self._is_work or was_work or self._held or self.clock() >= self._count_at:
-                waiting = await self.supply.read(await self.leases.storage.opened())
-                counts = self.counts
-                counts.waiting, counts.batches, counts.oldest = waiting[1:]
+                self.waiting = await self.supply.read(await self.leases.storage.opened())
                 self._count_at = self.clock() + COUNT_SECONDS
                 for known in self.supply.works:
                     self._state_of(known)
@@ -619,7 +607,7 @@ class Feeder(RowRuns[HeldLine]):
         if self._paused.pop(row.owner, None) is not None:
             self._offer(state)  # It may have one more again.
         if outcome.failed_on_nodes and row.attempts + 1 < MOST_RUNS:
-            self.counts.retried += 1
+            self.retried += 1
             seconds = RETRY_SECONDS * (row.attempts + 1)
             self.put_off[row.batch or ""] = "nodes_failed", self.now() + seconds
             raise RunFailed(seconds)
@@ -628,10 +616,10 @@ class Feeder(RowRuns[HeldLine]):
             # Without a node it has a result all the same: so have others, likely.
             state.probes = min(2 * state.probes, MOST_PROBES)
         if not await self.results.add(row, outcome):
-            self.counts.outcomes["lost"] += 1
+            self.outcomes["lost"] += 1
             self.leases.put_back([row.id], self.now())
         else:
-            self.counts.outcomes["done" if outcome.status < 400 else "failed"] += 1
+            self.outcomes["done" if outcome.status < 400 else "failed"] += 1
 
     def _let_go(self, held: HeldLine) -> None:
         self._slot_free(held)
@@ -641,7 +629,7 @@ class Feeder(RowRuns[HeldLine]):
                 self._claims.set()
 
     def _deferred(self, held: HeldLine, deferred: RowDeferred) -> None:
-        self.counts.deferred += 1
+        self.deferred += 1
         row, state, now, seconds = held.row, held.state, self.clock(), deferred.seconds
         if deferred.concerns_owner:
             seconds = min(seconds, MOST_PAUSE)

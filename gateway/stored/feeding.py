@@ -258,12 +258,11 @@ class Lane:
         dropped: list[StoredRow] = []
         for rows in self._batches.values():
             for prefix, ready in list(rows.ready.items()):
-                kept = [row for row in ready if not unwanted(row)]
-                if len(kept) < len(ready):
-                    dropped += [row for row in ready if unwanted(row)]
-                    rows.count -= len(ready) - len(kept)
-                    rows.ready[prefix] = kept
-                    if not kept:
+                if gone := [row for row in ready if unwanted(row)]:
+                    dropped += gone
+                    rows.count -= len(gone)
+                    rows.ready[prefix] = [row for row in ready if not unwanted(row)]
+                    if not rows.ready[prefix]:
                         del rows.ready[prefix]
         self._forget_empty()
         return dropped
@@ -348,18 +347,15 @@ class Lane:
         return row
 
     def _next_prefix(self, batch: str, rows: _BatchRows) -> int:
-        for index in range(len(self._freed) - 1, -1, -1):
-            of_batch, freed = self._freed[index]
-            if of_batch == batch:
-                del self._freed[index]
-                return self._following(rows, freed)
-        return self._best_prefix(rows)
-
-    def _following(self, rows: _BatchRows, freed: int) -> int:
-        """The group for a slot that has just served the group `freed`.
+        """The group for the slot of the batch that has come free last.
 
         One that has ended is followed by the same group on all its slots: they are on one node.
         """
+        places = (at for at in reversed(range(len(self._freed))) if self._freed[at][0] == batch)
+        if (place := next(places, None)) is None:
+            return self._best_prefix(rows)
+        _, freed = self._freed[place]
+        del self._freed[place]
         last, seen = freed, {freed}
         while last not in rows.ready and last in rows.followed_by:
             last = rows.followed_by[last]

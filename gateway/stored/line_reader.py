@@ -346,12 +346,9 @@ def _can_be_kept(custom_id: str) -> bool:
 
 def _text(raw: msgspec.Raw) -> str | None:
     """The string; None: it is none."""
-    if raw is MISSING or bytes(memoryview(raw)[:1]) != b'"':
-        return None
-    try:
+    with suppress(*JSON_ERRORS):
         return TEXT_DECODER.decode(raw)
-    except JSON_ERRORS:
-        return None
+    return None
 
 
 def _most_tokens(body: _Body) -> int:

@@ -59,11 +59,6 @@ class Repetition:
             else:
                 self._expected.extend(alike)
 
-    @property
-    def done(self) -> bool:
-        """Whether all has been repeated."""
-        return not self._expected
-
     def new_part(self, value: JsonObject) -> JsonObject | None:
         """The part of the next event that is new, if any is. Raises: NotRepeated."""
         if not self._expected:
@@ -424,7 +419,7 @@ class ResponseEvents:
             value = self._placed_item(value, item)
         elif "item_id" in value:
             value = self._placed(value, kind)
-        if self._repetition is None or self._repetition.done:
+        if self._repetition is None:
             return value
         try:
             return self._repetition.new_part(value)
