@@ -728,7 +728,8 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         """End runs of requests that were cancelled, deleted, or taken by another process."""
         if not ids:
             return
-        taken = await self.leases.storage.read(claims.still_unfinished, ids)
+        unfinished = claims.IS_WAITING | claims.IS_RUNNING
+        taken = await self.leases.storage.read(claims.those_with, _ROW.id, ids, unfinished)
         for id_ in ids:
             held = self._held.get(id_)
             if id_ not in taken:

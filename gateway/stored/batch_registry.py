@@ -371,8 +371,8 @@ class BatchUpkeep:
                 file, batch.endpoint, most_lines=settings.lines, line_bytes=settings.line_bytes
             )
             taken = await self._take_lines(batch, reader)
-        except TooManyLines as error:
-            message = f"The input has more than {error.most} lines ('batches.lines')."
+        except TooManyLines:
+            message = f"The input has more than {settings.lines} lines ('batches.lines')."
             await self._fail(batch, "too_many_lines", message)
             return
         finally:

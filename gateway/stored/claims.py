@@ -509,17 +509,6 @@ def renew(
     return wanted
 
 
-def paused_batches(connection: Connection, ids: Iterable[str]) -> set[str]:
-    """Those of the batches that are paused."""
-    return those_with(connection, batches.c.id, ids, batches.c.paused_at.is_not(None))
-
-
-def still_unfinished(connection: Connection, ids: Iterable[str]) -> set[str]:
-    """Those of the requests that wait or run."""
-    unfinished = _ROW.state.in_([RequestState.WAITING.value, RequestState.RUNNING.value])
-    return those_with(connection, _ROW.id, ids, unfinished)
-
-
 def put_back(
     connection: Connection,
     process: str,

@@ -32,7 +32,7 @@ from gateway.stored.claims import (
     StoredRow,
     UnfinishedWork,
     WaitingLines,
-    paused_batches,
+    those_with,
     waiting_by_kind,
     waiting_lines,
 )
@@ -677,7 +677,10 @@ class Feeder(RowRuns[HeldLine]):
         batches_held = {held.row.batch for held in self._held.values() if held.row.batch}
         paused: set[str] = set()
         if batches_held:
-            paused = await self.leases.storage.read(paused_batches, batches_held)
+            is_paused = batches.c.paused_at.is_not(None)
+            paused = await self.leases.storage.read(
+                those_with, batches.c.id, batches_held, is_paused
+            )
         of_paused = (held for held in self._held.values() if held.row.batch in paused)
         self._drop(self._not_begun(of_paused))
         if released:

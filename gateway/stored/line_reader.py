@@ -44,10 +44,6 @@ _WHITE_SPACE = b" \t\r"
 class TooManyLines(Exception):  # noqa: N818 - named for what it says of the file
     """The file has more lines than a batch may have."""
 
-    def __init__(self, most: int) -> None:
-        super().__init__(most)
-        self.most = most
-
 
 @dataclass(frozen=True, slots=True)
 class LineSpec:
@@ -294,7 +290,7 @@ class LineReader:
                 self.rest()
             is_one_too_many = line is not None and self.total >= self.most_lines
             if is_one_too_many or raw.number > 2 * self.most_lines + MOST_EMPTY_LINES:
-                raise TooManyLines(self.most_lines)
+                raise TooManyLines
             if line is None:
                 continue
             self.total += 1

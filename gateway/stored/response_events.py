@@ -152,14 +152,6 @@ async def current_response(log: ResponseLog) -> JsonObject:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class BegunResponse:
-    """A response that an earlier run has begun, as far as it was kept."""
-
-    recorder: TranscriptRecorder
-    first_run: FirstRun
-
-
 class RunEnd(NamedTuple):
     """What a run has used until its response ended, beside tokens: kept with the response."""
 
@@ -187,7 +179,8 @@ class ResponseEvents:
     _response: JsonObject
     _now: Callable[[], float]
     _threads: DiskThreads
-    begun: BegunResponse | None = None  # what earlier runs have given of its output
+    begun: tuple[TranscriptRecorder, FirstRun] | None = None
+    """What earlier runs have given of its output, as far as it was kept, and where it began."""
     run_end: RunEnd | None = None
     """What the run has used that has ended the response; None: the log does not tell."""
     _items: list[str] = field(default_factory=list)  # their ids
@@ -257,7 +250,7 @@ class ResponseEvents:
             self._places[id_] = len(self._items)
             self._items.append(id_)
         if self._items and not self.ended:
-            self.begun = BegunResponse(recorder, first_run)
+            self.begun = recorder, first_run
 
     @property
     def name(self) -> str:
@@ -299,7 +292,7 @@ class ResponseEvents:
         FolderError.
         """
         assert self.begun is not None
-        transcript = self.begun.recorder.transcript()
+        transcript = self.begun[0].transcript()
         if not greedy and (transcript.token_count or transcript.unresumable is not None):
             raise _interrupted(reason)
         pages = await self._pages()

@@ -63,10 +63,6 @@ class LogBroken(FolderError):  # noqa: N818 - said of the log
         super().__init__("the log is closed without an end", "follow it again from where it broke")
 
 
-class LogTaken(FolderError):  # noqa: N818 - said of the log
-    """Another process has written to the log."""
-
-
 class Extent(NamedTuple):
     """The whole events that a file holds."""
 
@@ -160,17 +156,19 @@ def write_logs(folder: Folder, writes: list[Write]) -> list[Exception | None]:
     """
     results: list[Exception | None] = []
     for one in writes:
+        failure: Exception | None = None
         try:
             with folder.descriptor(one.name, os.O_WRONLY) as descriptor:
-                if os.fstat(descriptor).st_size != one.offset:
-                    raise LogTaken(
+                if os.fstat(descriptor).st_size == one.offset:
+                    write_whole(descriptor, one.data, one.offset, sync=one.sync)
+                else:
+                    failure = FolderError(
                         f"{folder.path(one.name)} has another size than this process has written",
                         "let one gateway at a time work on a folder's requests",
                     )
-                write_whole(descriptor, one.data, one.offset, sync=one.sync)
-            results.append(None)
         except (FolderError, FileNotFoundError) as error:
-            results.append(error)
+            failure = error
+        results.append(failure)
     return results
 
 

@@ -391,7 +391,7 @@ class _Run:
         sink.measured_by(self._measure)
         if (begun := sink.begun) is not None:
             try:
-                response = await forwarder.resume(in_flight, begun.recorder, begun.first_run)
+                response = await forwarder.resume(in_flight, *begun)
             except NotResumable as failure:
                 errors.drop_traceback(failure)
                 body = next(iter(in_flight.request.bodies.values()))
