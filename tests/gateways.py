@@ -27,7 +27,8 @@ from gateway.store.database import (
     connect,
     disconnect,
     locate_store,
-    migrate,
+    make_tables,
+    transaction,
 )
 from gateway.transport.resolver import Resolver
 from gateway.watch.logs import set_up_logging
@@ -168,7 +169,8 @@ def new_store() -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         location = locate_store(None, Path(folder))
         connection = connect(location, lambda _: None)
-        migrate(connection, THIS_PROGRAM, 0.0)
+        with transaction(connection):
+            make_tables(connection, THIS_PROGRAM, 0.0)
         disconnect(connection)
         return (Path(folder) / FILE_NAME).read_bytes()
 

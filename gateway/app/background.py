@@ -243,15 +243,15 @@ class BackgroundWork:
         page.number("webhook_deliveries_waiting", 0 if sender is None else sender.waiting)
         if self.feeder is None or results is None or files is None:
             return
-        counts, folder = self.feeder.counts, files.storage.folder
-        page.counts("batches", counts.batches, "state")
-        page.counts("batch_lines_total", counts.outcomes, "outcome")
-        page.counts("stored_requests_waiting", counts.waiting, "kind")
-        page.number("batch_lines_running", self.feeder.running)
-        page.number("batch_lines_claimed", self.feeder.claimed)
-        page.number("batch_lines_deferred_total", counts.deferred)
-        page.number("batch_lines_retried_total", counts.retried)
-        oldest = 0.0 if counts.oldest is None else max(0.0, time.time() - counts.oldest)
+        feeder, waiting, folder = self.feeder, self.feeder.waiting, files.storage.folder
+        page.counts("batches", waiting.batches, "state")
+        page.counts("batch_lines_total", feeder.outcomes, "outcome")
+        page.counts("stored_requests_waiting", waiting.kinds, "kind")
+        page.number("batch_lines_running", feeder.running)
+        page.number("batch_lines_claimed", feeder.claimed)
+        page.number("batch_lines_deferred_total", feeder.deferred)
+        page.number("batch_lines_retried_total", feeder.retried)
+        oldest = 0.0 if waiting.oldest is None else max(0.0, time.time() - waiting.oldest)
         page.number("batch_oldest_seconds", oldest)
         page.number("batch_results_blocked", int(results.problem is not None))
         page.number("folder_refusals_total", folder.refusals)

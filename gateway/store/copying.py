@@ -74,16 +74,30 @@ def copy_store(
         done, read = 0, {table: _Tally() for table in columns}
         with new_store(target, now()) as new:
             for table, some in columns.items():
+                names = [column.key for column in some]
                 for rows in _steps(old, source, some):
                     read[table].add(rows)
-                    _write(new, target, table, some, rows)
+                    values = [dict(zip(names, row, strict=True)) for row in rows]
+                    with _told(target, table.name):
+                        new.execute(insert(table), values)
                     done += len(rows)
                     on_rows(table.name, done, total)
             on_rows("checking the copy", done, total)
             for table, some in columns.items():
-                _check_written(new, target, some, read[table])
+                written = _Tally()
+                for rows in _steps(new, target, some):
+                    written.add(rows)
+                if written != read[table]:
+                    raise StoreError(
+                        f"the table {table.name} differs from what was written",
+                        "look for errors of its disk, and copy again",
+                    )
             _go_on_numbering(new)
-            paused = _pause_batches(new, now()) if pause_batches else 0
+            paused = 0
+            if pause_batches:  # Those that are not at their end, whatever they were paused for.
+                unfinished = update(batches).where(batches.c.ended_at.is_(None))
+                unfinished = unfinished.values(paused_at=now(), pause_reason=RESTORED)
+                paused = new.execute(unfinished).rowcount
     lines = sorted(f"{table.name} {tally}\n" for table, tally in read.items() if tally.rows)
     digest = hashlib.sha256("".join(lines).encode()).hexdigest()
     rows_of = {table.name: tally.rows for table, tally in read.items()}
@@ -142,7 +156,6 @@ def _folders(connection: Connection) -> dict[str, int]:
 def _steps(
     connection: Connection, location: StoreLocation, columns: Sequence[Column[Any]]
 ) -> Iterator[Sequence[Sequence[Any]]]:
-    """All rows, some at a time."""
     with _told(location, columns[0].table.name):
         found = connection.execute(select(*columns), execution_options={"yield_per": STEP_ROWS})
         yield from found.partitions()
@@ -171,32 +184,6 @@ class _Tally:
 
 
 # The copy.
-
-
-def _write(
-    connection: Connection,
-    target: StoreLocation,
-    table: Table,
-    columns: Sequence[Column[Any]],
-    rows: Sequence[Sequence[Any]],
-) -> None:
-    keys = [column.key for column in columns]
-    with _told(target, table.name):
-        connection.execute(insert(table), [dict(zip(keys, row, strict=True)) for row in rows])
-
-
-def _check_written(
-    connection: Connection, target: StoreLocation, columns: Sequence[Column[Any]], read: _Tally
-) -> None:
-    """Raises: StoreError, if a table holds anything else than was read."""
-    written = _Tally()
-    for rows in _steps(connection, target, columns):
-        written.add(rows)
-    if written != read:
-        raise StoreError(
-            f"the table {columns[0].table.name} differs from what was written",
-            "look for errors of its disk, and copy again",
-        )
 
 
 @contextlib.contextmanager
@@ -262,12 +249,6 @@ def _go_on_numbering(connection: Connection) -> None:
     if last is not None and connection.dialect.name == "postgresql":
         sequence = func.pg_get_serial_sequence(audit.name, audit.c.id.name)
         connection.execute(select(func.setval(sequence, last)))
-
-
-def _pause_batches(connection: Connection, now: float) -> int:
-    """Pause all batches that are not at their end, whatever they were paused for; how many."""
-    paused = update(batches).where(batches.c.ended_at.is_(None))
-    return connection.execute(paused.values(paused_at=now, pause_reason=RESTORED)).rowcount
 
 
 # Both.

@@ -138,7 +138,9 @@ def connect(
     connection = engine.connect()
     try:
         if location.path is None:
-            _set_up_postgres(connection)
+            with connection.begin():
+                for name, value in _POSTGRES_SESSION.items():
+                    connection.exec_driver_sql(f"SET {name} = {value}")
         elif own_file is not None:
             _set_up_sqlite(connection)
     except BaseException:
@@ -271,7 +273,11 @@ def act_as_owner(path: Path) -> None:
     owner = folder.stat()
     if owner.st_uid == 0:
         return
-    _import_late_modules()
+    # A folder's owner may not read the libraries of a Python that is root's alone: import what the
+    # making of tables imports.
+    with create_engine("sqlite://", poolclass=NullPool).begin() as connection:
+        store_level(connection)
+        metadata.create_all(connection)
     # Of this thread alone (setfsuid(2)); it also takes root's power over files from it.
     libc = ctypes.CDLL(None)
     libc.setfsgid(owner.st_gid)
@@ -282,16 +288,6 @@ def act_as_owner(path: Path) -> None:
         # Its owner can't even reach it, as in a container whose root has it in a folder of its own.
         libc.setfsuid(0)
         libc.setfsgid(0)
-
-
-def _import_late_modules() -> None:
-    """Make the tables in a database in memory, for what that imports.
-
-    A folder's owner may not read the libraries of a Python that is root's alone.
-    """
-    with create_engine("sqlite://", poolclass=NullPool).begin() as connection:
-        store_level(connection)
-        metadata.create_all(connection)
 
 
 # Where the URL says nothing else.
@@ -320,12 +316,6 @@ _POSTGRES_SESSION = {
     "tcp_keepalives_count": 3,
     "tcp_user_timeout": 10_000,
 }
-
-
-def _set_up_postgres(connection: Connection) -> None:
-    with connection.begin():
-        for name, value in _POSTGRES_SESSION.items():
-            connection.exec_driver_sql(f"SET {name} = {value}")
 
 
 @contextlib.contextmanager
@@ -463,17 +453,12 @@ def try_write(connection: Connection) -> None:
     connection.execute(update(levels).values(id=levels.c.id))
 
 
-def migrate(connection: Connection, program: Program, now: float) -> None:
-    """Make the tables, or bring them to the program's level. Raises: StoreError, DBAPIError.
-
-    All or nothing, under a lock: of several processes that start at once, one does it.
-    """
-    with transaction(connection):
-        make_tables(connection, program, now)
-
-
 def make_tables(connection: Connection, program: Program, now: float) -> bool:
-    """As `migrate`, in the transaction that is under way; returns whether there were none."""
+    """Make the tables, or bring them to the program's level; returns whether there were none.
+
+    In a transaction, under a lock: of several processes that start at once, one does it. Raises:
+    StoreError, DBAPIError.
+    """
     if connection.dialect.name == "postgresql":
         connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
         connection.execute(text(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})"))
@@ -490,20 +475,12 @@ def make_tables(connection: Connection, program: Program, now: float) -> bool:
         _add_columns_and_indexes(connection, program.tables)
     program.tables.create_all(connection, checkfirst=level is not None)
     connection.execute(delete(levels))
-    connection.execute(
-        insert(levels).values(
-            id=1,
-            level=program.level,
-            needed_level=program.needed_level,
-            program=__version__,
-            changed_at=now,
-        )
-    )
+    made = {"id": 1, "level": program.level, "needed_level": program.needed_level}
+    connection.execute(insert(levels).values(made | {"program": __version__, "changed_at": now}))
     return level is None
 
 
 def _add_columns_and_indexes(connection: Connection, tables: MetaData) -> None:
-    """Add what the tables that are there lack."""
     found, written = inspect(connection), connection.dialect.identifier_preparer
     for table in tables.sorted_tables:
         if not found.has_table(table.name):

@@ -141,23 +141,14 @@ def store_error(error: Exception) -> StoreError | None:
         return error
     original = error.orig if isinstance(error, DBAPIError) else error
     if isinstance(original, sqlite3.Error):
-        return _sqlite_error(original)
+        code = getattr(original, "sqlite_errorcode", None) or 0
+        kind, remedy = _SQLITE.get(code) or _SQLITE.get(code & 0xFF) or (None, "")
+        return None if kind is None else kind(f"SQLite says: {original}", remedy)
     # psycopg is imported only where the store is PostgreSQL.
     if type(original).__module__.startswith("psycopg"):
         lost = isinstance(error, DBAPIError) and error.connection_invalidated
         return _postgres_error(original, lost=lost)
     return None
-
-
-def _sqlite_error(error: sqlite3.Error) -> StoreError | None:
-    code = getattr(error, "sqlite_errorcode", None)
-    if code is None:
-        return None
-    found = _SQLITE.get(code) or _SQLITE.get(code & 0xFF)
-    if found is None:
-        return None
-    kind, remedy = found
-    return kind(f"SQLite says: {error}", remedy)
 
 
 def _postgres_error(error: BaseException | None, *, lost: bool) -> StoreError | None:

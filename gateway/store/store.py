@@ -161,15 +161,9 @@ class Store:
         state, since = self._state, self._since
         if silent := self._link.overdue():
             problem, state, since = self._silence(silent), "unavailable", self.now() - silent
-        return StoreStatus(
-            url=self.location.shown,
-            state=state,
-            since=since,
-            error=problem.message if problem else None,
-            remedy=problem.remedy if problem else None,
-            level=self._level,
-            waiting=self._jobs.qsize(),
-        )
+        error, remedy = (problem.message, problem.remedy) if problem else (None, None)
+        waiting = self._jobs.qsize()
+        return StoreStatus(self.location.shown, state, since, error, remedy, self._level, waiting)
 
     def close(self, seconds: float) -> bool:
         """Do what waits and close the store, within the time; returns whether that was possible."""
@@ -199,8 +193,7 @@ class Store:
         if silent := self._link.overdue():
             self._link.cut()
             raise self._silence(silent)
-        problem = self._problem
-        if problem is not None and self._connection is None:
+        if (problem := self._problem) is not None and self._connection is None:
             # Not after the thread's next attempt to open it, which may take seconds.
             raise problem.copy()
         job = _Job(work, write, seconds)
@@ -372,7 +365,8 @@ class Store:
                 level = 0
             if level is not None and level < self.program.level:
                 self._link.end()
-                database.migrate(connection, self.program, self.now())
+                with database.transaction(connection):
+                    database.make_tables(connection, self.program, self.now())
             with database.transaction(connection, write=False):
                 self._level = database.check_level(connection, self.program)
             if path is not None:
@@ -399,14 +393,12 @@ class Store:
         self._set_state(problem.state, problem)
 
     def _set_state(self, state: str, problem: StoreError | None) -> None:
-        changed = state != self._state
         self._problem = problem
-        if not changed:
-            return
-        self.changes += 1
-        self._state, self._since = state, self.now()
-        if self.on_change is not None:
-            self.on_change(self.status())
+        if state != self._state:
+            self.changes += 1
+            self._state, self._since = state, self.now()
+            if self.on_change is not None:
+                self.on_change(self.status())
 
 
 def log_store_change(status: StoreStatus) -> None:
@@ -520,7 +512,10 @@ class StoreWorker:
         """Work until cancelled."""
         self.due = due = self.clock() + (self.period if self.first is None else self.first)
         while True:
-            await self._rest(due - self.clock())
+            if (seconds := due - self.clock()) > 0:
+                await woken(self._woken, seconds)
+            else:
+                self._woken.clear()
             began = self.clock()
             due = began + self.period if await self.attempt() else self.clock() + self._pause
             self.due = due
@@ -563,9 +558,3 @@ class StoreWorker:
     def succeeded(self) -> None:
         """The store has taken all of a pass."""
         self.problem = None
-
-    async def _rest(self, seconds: float) -> None:
-        if seconds > 0:
-            await woken(self._woken, seconds)
-        else:
-            self._woken.clear()

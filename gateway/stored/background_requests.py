@@ -73,10 +73,6 @@ class DeferredHead(msgspec.Struct, frozen=True):
     header_lines: str
     x_request_id: str
 
-    def before(self, content: bytes) -> bytes:
-        """The bytes of a result's file."""
-        return msgspec.json.encode(self) + b"\n" + content
-
 
 def decode_result(data: bytes) -> tuple[DeferredHead, bytes]:
     """Head and content of the result that a file holds. Raises: FolderError."""
@@ -191,7 +187,7 @@ def known_places(connection: Connection, names: Iterable[str], folder: str) -> s
 
 
 def expire_background(
-    connection: Connection, folder: str, now: float, also: EndListener, limit: int = 200
+    connection: Connection, folder: str, now: float, also: EndListener, limit: int
 ) -> list[StoredRow]:
     """End requests that wait and whose deadline is over; returns them."""
     late = claims.ROWS.where(
@@ -433,15 +429,6 @@ class BackgroundRequests:
                         if row.claimed_by is None:
                             await self.settle(row)
 
-    async def settle_unwanted(self, row: StoredRow) -> None:
-        """Write the end of a response whose run was ended, as its row tells it."""
-        found = None
-        with contextlib.suppress(GatewayError):
-            found = await self.find(row.owner, row.id, row.kind)
-        if found is None or not found.state.ended:
-            found = replace(row, state=RequestState.CANCELLED)
-        await self.settle(found)
-
     def cancel_soon(self, row: StoredRow) -> None:
         """End a request that its client, which is gone, has waited for."""
 
@@ -480,10 +467,8 @@ class BackgroundRequests:
 
     async def _settle_if_left(self, row: StoredRow) -> None:
         """Write the end of a response that nobody else will write."""
-        own_turn = row.claimed_by is None or (
-            row.ended_at is not None and self.storage.now() >= row.ended_at + UNWRITTEN_SECONDS
-        )
-        if own_turn:
+        since, now = row.ended_at, self.storage.now()
+        if row.claimed_by is None or (since is not None and now >= since + UNWRITTEN_SECONDS):
             await self.settle(row)
 
     async def settle(self, row: StoredRow) -> None:
@@ -558,7 +543,6 @@ class BackgroundRequests:
 EXPIRED_MESSAGE = "The time was over before there was a response."
 # The error of a request whose client has waited in a process that ended.
 SHUTTING_DOWN = "shutting_down"
-SHUT_DOWN_MESSAGE = "The gateway was shut down before the response had ended: send it again."
 
 
 def _end_without_run(row: StoredRow) -> dict[str, Any] | None:
@@ -568,7 +552,7 @@ def _end_without_run(row: StoredRow) -> dict[str, Any] | None:
     if row.state is RequestState.EXPIRED:
         message = EXPIRED_MESSAGE
     elif row.error_code == SHUTTING_DOWN:
-        message = SHUT_DOWN_MESSAGE
+        message = "The gateway was shut down before the response had ended: send it again."
     else:
         return None
     return {"status": "failed", "error": {"code": "server_error", "message": message}}
@@ -696,8 +680,12 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         owners = await self.leases.storage.read(
             waiting_owners, await self.leases.storage.opened(), now
         )
-        full = await self._full_owners({owner for owner, _ in owners})
-        owners = [one for one in owners if one[0] not in full]
+        loop = asyncio.get_running_loop()
+        if loop.time() >= self._look_again_at:  # What others add is seen a second later at most.
+            most, ids = self.leases.storage.settings().bytes_per_key, {owner for owner, _ in owners}
+            self._full = await self.leases.storage.read(files.full_owners, ids, most, self.now())
+            self._look_again_at = loop.time() + LOOK_SECONDS
+        owners = [one for one in owners if one[0] not in self._full]
         if not owners:
             return
         share = max(1, room // len(owners))
@@ -715,17 +703,7 @@ class BackgroundRunner(RowRuns[HeldRequest]):
                 self._begin(held)
         return len(rows)
 
-    async def _full_owners(self, owners: set[str]) -> set[str]:
-        """Those that keep as much as they may; what others add is seen a second later at most."""
-        loop = asyncio.get_running_loop()
-        if loop.time() >= self._look_again_at:
-            most = self.leases.storage.settings().bytes_per_key
-            self._full = await self.leases.storage.read(files.full_owners, owners, most, self.now())
-            self._look_again_at = loop.time() + LOOK_SECONDS
-        return self._full
-
     def _raise_class(self) -> None:
-        """Raise the class of those whose deadline is near."""
         now, ids = self.now(), dict[Priority, set[str]]()
         for held in self._held.values():
             if held.row.class_ == Priority.BATCH.label and is_near(held.row, now):
@@ -735,7 +713,6 @@ class BackgroundRunner(RowRuns[HeldRequest]):
             self.runner.raise_class(self.rooms, some, priority)
 
     async def _note_sizes(self) -> None:
-        """Tell the store how much the logs have grown."""
         grown = {
             held: held.events.size
             for held in self._held.values()
@@ -751,7 +728,8 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         """End runs of requests that were cancelled, deleted, or taken by another process."""
         if not ids:
             return
-        taken = await self.leases.storage.read(claims.still_unfinished, ids)
+        unfinished = claims.IS_WAITING | claims.IS_RUNNING
+        taken = await self.leases.storage.read(claims.those_with, _ROW.id, ids, unfinished)
         for id_ in ids:
             held = self._held.get(id_)
             if id_ not in taken:
@@ -760,7 +738,6 @@ class BackgroundRunner(RowRuns[HeldRequest]):
                 held.task.cancel()  # Its end is told by whoever runs it now.
 
     def _end_run(self, id_: str) -> None:
-        """A request is not wanted any more."""
         held = self._held.get(id_)
         if held is not None and held.task is not None and not held.is_unwanted:
             held.is_unwanted = True
@@ -799,11 +776,16 @@ class BackgroundRunner(RowRuns[HeldRequest]):
 
     async def _cancelled(self, held: HeldRequest) -> None:
         """The run was cancelled: the request has ended, or another run follows."""
-        if held.is_unwanted:
-            # Wherever its run was: nobody else writes its end.
-            await self.requests.settle_unwanted(held.row)
-        else:
-            self.leases.put_back([held.row.id], 0.0)
+        row, found = held.row, None
+        if not held.is_unwanted:
+            self.leases.put_back([row.id], 0.0)
+            return
+        # Wherever its run was: nobody else writes its end, as its row tells it.
+        with contextlib.suppress(GatewayError):
+            found = await self.requests.find(row.owner, row.id, row.kind)
+        if found is None or not found.state.ended:
+            found = replace(row, state=RequestState.CANCELLED)
+        await self.requests.settle(found)
 
     def _let_go(self, held: HeldRequest) -> None:
         super()._let_go(held)
@@ -873,7 +855,7 @@ class BackgroundRunner(RowRuns[HeldRequest]):
             return RecordedResult(row.id, RequestState.EXPIRED, 504, "queue_timeout")
         _check_failed(row, outcome)
         head = DeferredHead(outcome.status, outcome.header_lines.decode("latin-1"), row.id)
-        data = head.before(outcome.content)
+        data = msgspec.json.encode(head) + b"\n" + outcome.content
         try:
             folder = self.leases.storage.folder
             name = await self.leases.storage.threads.run(folder.write_new, ANSWER, data)
@@ -920,10 +902,7 @@ def _check_failed(row: StoredRow, outcome: Outcome) -> None:
 
 
 def _failed(row: StoredRow, code: str) -> RecordedResult:
-    failed = RecordedResult(row.id, RequestState.FAILED, 500, code)
+    what = row.id, RequestState.FAILED, 500, code
     if row.kind is not RequestKind.RESPONSE:
-        return failed
-    length = row.result_length or 0
-    return replace(
-        failed, result_place=row.result_place, result_offset=0, result_length=length, end="failed"
-    )
+        return RecordedResult(*what)
+    return RecordedResult(*what, row.result_place, 0, row.result_length or 0, end="failed")

@@ -95,18 +95,17 @@ OUTPUT_PURPOSE = "batch_output"
 PAGE_ROWS = 500  # rows that are read from the store at a time
 
 
+@dataclass(slots=True, eq=False)
 class _FinalFiles:
     """The output and the error file of a batch, which begin with their first line. Blocks."""
 
-    def __init__(self, folder: Folder, batch: Batch) -> None:
-        self._folder = folder
-        self._batch = batch
-        self._reader = ResultReader(folder, batch.api)
-        self._new: dict[bool, NewFile] = {}  # by whether it is the output
+    _folder: Folder
+    _batch: Batch
+    _new: dict[bool, NewFile] = field(default_factory=dict)  # by whether it is the output
 
     def add(self, rows: Sequence[StoredRow]) -> None:
         """Write the lines of these rows. Raises: FolderError."""
-        for piece, is_output in self._reader.pieces(rows):
+        for piece, is_output in ResultReader(self._folder, self._batch.api).pieces(rows):
             if is_output not in self._new:
                 self._new[is_output] = self._folder.open_new(FILE)
             self._new[is_output].write(piece)
@@ -217,7 +216,8 @@ class BatchUpkeep:
         storage, clock = self.storage, self.storage.clock
         folder, now = await storage.opened(), storage.now()
         found = await storage.read(batch_rows.unfinished, folder)
-        if any(_is_late(one, now) for one in found):
+        running = [one for one in found if one.state is BatchState.IN_PROGRESS]
+        if any(one.expires_at <= now and one.ended_lines < one.total for one in running):
             await storage.write(batch_rows.expire_lines, folder, now)
             found = await storage.read(batch_rows.unfinished, folder)
         self.speeds.look((one for one in found if one.state is BatchState.IN_PROGRESS), clock())
@@ -268,7 +268,7 @@ class BatchUpkeep:
             found = await self.storage.read(batch_rows.find_batch, batch.owner, batch.id)
             if found is None or found.ended_lines == ended_lines:
                 # Others of its lines run yet, or another process ends it.
-                self._try_again(batch, self.round_seconds)
+                self._retry_at[batch.id] = self.storage.clock() + self.round_seconds
                 break
             batch = found  # Of very many lines that are cancelled some are left.
 
@@ -278,7 +278,7 @@ class BatchUpkeep:
             await work
             self._trouble.over(batch.id)
         except (FolderError, StoreError) as error:
-            self._try_again(batch, RETRY_SECONDS)
+            self._retry_at[batch.id] = self.storage.clock() + RETRY_SECONDS
             self._trouble.tell(error, batch.id)
             if isinstance(error, FolderError):
                 is_full = isinstance(error, FolderFull)
@@ -287,20 +287,12 @@ class BatchUpkeep:
                     await self._pause(batch, reason)
         except Exception:
             log.exception("work on a batch has failed", batch=batch.id, state=batch.state.value)
-            await self._give_up(batch)
-
-    async def _give_up(self, batch: Batch) -> None:
-        """Fail a batch whose input can't be read, after some tries."""
-        tries = self._tries[batch.id] = self._tries.get(batch.id, 0) + 1
-        self._try_again(batch, RETRY_SECONDS * 2.0**tries)
-        if tries >= MOST_TRIES and batch.state is BatchState.VALIDATING:
-            message = "The gateway could not read the input; its log tells why."
-            with contextlib.suppress(StoreError):
-                await self._fail(batch, "internal_error", message, None)
-
-    def _try_again(self, batch: Batch, seconds: float) -> None:
-        """Leave the batch alone for so long."""
-        self._retry_at[batch.id] = self.storage.clock() + seconds
+            tries = self._tries[batch.id] = self._tries.get(batch.id, 0) + 1
+            self._retry_at[batch.id] = self.storage.clock() + RETRY_SECONDS * 2.0**tries
+            if tries >= MOST_TRIES and batch.state is BatchState.VALIDATING:
+                message = "The gateway could not read the input; its log tells why."
+                with contextlib.suppress(StoreError):
+                    await self._fail(batch, "internal_error", message, None)
 
     async def _pause(self, batch: Batch, reason: str) -> None:
         """Let its lines wait. Raises: StoreError."""
@@ -379,8 +371,8 @@ class BatchUpkeep:
                 file, batch.endpoint, most_lines=settings.lines, line_bytes=settings.line_bytes
             )
             taken = await self._take_lines(batch, reader)
-        except TooManyLines as error:
-            message = f"The input has more than {error.most} lines ('batches.lines')."
+        except TooManyLines:
+            message = f"The input has more than {settings.lines} lines ('batches.lines')."
             await self._fail(batch, "too_many_lines", message)
             return
         finally:
@@ -553,14 +545,6 @@ class BatchUpkeep:
         return gone
 
 
-def _is_late(batch: Batch, now: float) -> bool:
-    return (
-        batch.state is BatchState.IN_PROGRESS
-        and batch.expires_at <= now
-        and batch.ended_lines < batch.total
-    )
-
-
 def _needed(connection: Connection, folder: str) -> set[str]:
     """The files of the folder that hold requests or results of unfinished batches, or of none."""
     rows = stored_requests.c
@@ -607,7 +591,6 @@ class BatchRegistry:
     storage: Storage
     upkeep: BatchUpkeep
     price: TokenPrice = lambda _: None
-    token: Callable[[int], str] = secrets.token_hex
 
     # For callers. All raise GatewayError 503 while the store or the folder can't be used.
 
@@ -772,19 +755,15 @@ class BatchRegistry:
         window = _seconds_of(new.window, settings)
         with folder_errors_told():
             folder = await self.storage.opened()
+        id_ = claims.new_id(PREFIXES[new.api], now, secrets.token_hex)
         if new.requests is not None:
             # So its requests are found by its id.
             id_ = PREFIXES[new.api] + new.requests.rpartition("-")[2]
-        else:
-            id_ = claims.new_id(PREFIXES[new.api], now, self.token)
         return Batch(
             **{one.name: getattr(new, one.name) for one in fields(AskedBatch)},
-            id=id_,
-            created_at=now,
-            expires_at=now + window,
-            keep_until=now + window + settings.keep,
-            folder=folder,
-        )
+            id=id_, created_at=now, expires_at=now + window,
+            keep_until=now + window + settings.keep, folder=folder,
+        )  # fmt: skip
 
     async def _discard(self, new: NewBatch) -> None:
         """Remove the requests of a batch that was not added."""
@@ -795,22 +774,14 @@ class BatchRegistry:
     async def _recorded_pieces(
         self, batch: Batch, reader: ResultReader, *, output: bool
     ) -> AsyncIterator[bytes]:
-        after = 0
-        while True:
-            rows = await self.storage.read_for_caller(
-                claims.result_rows, batch.id, after, SHOWN_ROWS
-            )
-            if not rows:
-                return
+        after, read = 0, self.storage.read_for_caller
+        while rows := await read(claims.result_rows, batch.id, after, SHOWN_ROWS):
             pieces = reader.pieces(rows)
             with folder_errors_told():
                 while found := await self.storage.threads.run(next, pieces, None):
                     if found[1] is output:
                         yield found[0]
             after = rows[-1].number or 0
-
-
-# Errors.
 
 
 def _seconds_of(window: str | None, settings: BatchSettings) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, delete, func, literal, select, update
@@ -103,9 +103,6 @@ _BATCHES: Final = Rows(Batch, batches, {"state": BatchState}, "metadata", "error
 _SHOWN: Final = _BATCH.deleted_at.is_(None)
 
 
-# Add.
-
-
 def add_batch(connection: Connection, batch: Batch, settings: BatchSettings) -> Batch:
     """Add a batch; returns it, or the earlier one with the same idempotency key.
 
@@ -167,9 +164,6 @@ def _check_input(connection: Connection, batch: Batch, id_: str) -> None:
         )
     if file.folder != batch.folder:
         raise files.file_elsewhere("The input file")
-
-
-# Read.
 
 
 def find_batch(
@@ -496,9 +490,6 @@ def requests_removed(connection: Connection, ids: Iterable[str]) -> None:
         connection.execute(update(batches).where(_BATCH.id.in_(some)).values(requests_bytes=0))
 
 
-# Rows.
-
-
 def _counts(connection: Connection, id_: str) -> dict[str, int]:
     """How many lines the batch has, how many are broken, and the bytes of these ones' errors."""
     broken = func.count().filter(_ROW.state == RequestState.FAILED.value)
@@ -557,11 +548,11 @@ class BatchSpeed(NamedTuple):
     lines: float
 
 
+@dataclass(slots=True, eq=False)
 class SpeedMeter:
     """Measures the speeds of batches by what is recorded of them."""
 
-    def __init__(self) -> None:
-        self._samples: dict[str, deque[_Sample]] = {}
+    _samples: dict[str, deque[_Sample]] = field(default_factory=dict)
 
     def look(self, batches: Iterable[Batch], now: float) -> None:
         """Note what these have done, and forget all others; `now` in monotonic seconds."""

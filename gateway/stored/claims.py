@@ -55,12 +55,8 @@ class BatchState(StrEnum):
     @property
     def ended(self) -> bool:
         """Whether it never changes again."""
-        return self in _ENDED
-
-
-_ENDED = frozenset(
-    {BatchState.COMPLETED, BatchState.FAILED, BatchState.EXPIRED, BatchState.CANCELLED}
-)
+        ends = BatchState.COMPLETED, BatchState.FAILED, BatchState.EXPIRED, BatchState.CANCELLED
+        return self in ends
 
 
 class RequestState(StrEnum):
@@ -181,13 +177,9 @@ class WorkLeft(NamedTuple):
 ROWS: Final = Rows(StoredRow, stored_requests, {"kind": RequestKind, "state": RequestState})
 
 
-def in_state(state: RequestState) -> ColumnElement[bool]:
-    """The condition of rows in this state; written out, so that partial indexes are used."""
-    return _ROW.state == literal_column(f"'{state.value}'")
-
-
-IS_WAITING: Final = in_state(RequestState.WAITING)
-IS_RUNNING: Final = in_state(RequestState.RUNNING)
+# Literals, so that partial indexes are used.
+IS_WAITING: Final = _ROW.state == literal_column("'waiting'")
+IS_RUNNING: Final = _ROW.state == literal_column("'running'")
 
 
 def chunks(ids: Iterable[str]) -> Iterable[list[str]]:
@@ -232,9 +224,6 @@ def alone_in(folder: str) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
     return _ROW.folder == folder, _ROW.batch.is_(None)
 
 
-# Add and find.
-
-
 def add_rows(connection: Connection, rows: Sequence[StoredRow]) -> bool:
     """Add stored requests; those that are there already stay as they are.
 
@@ -270,10 +259,8 @@ def waiting_by_kind(connection: Connection, folder: str, now: float) -> Counter[
     asked = select(_ROW.kind, func.count()).where(
         *alone_in(folder), IS_WAITING, _ROW.not_before <= now
     )
-    found = Counter[str]()
-    for kind, rows in connection.execute(asked.group_by(_ROW.kind)):
-        found[kind] += rows
-    return found
+    found = connection.execute(asked.group_by(_ROW.kind))
+    return Counter({kind: rows for kind, rows in found})  # noqa: C416 - rows are no tuples
 
 
 def runnable_batches(folder: str, *columns: Column[Any]) -> Select[Any]:
@@ -522,17 +509,6 @@ def renew(
     return wanted
 
 
-def paused_batches(connection: Connection, ids: Iterable[str]) -> set[str]:
-    """Those of the batches that are paused."""
-    return those_with(connection, batches.c.id, ids, batches.c.paused_at.is_not(None))
-
-
-def still_unfinished(connection: Connection, ids: Iterable[str]) -> set[str]:
-    """Those of the requests that wait or run."""
-    unfinished = _ROW.state.in_([RequestState.WAITING.value, RequestState.RUNNING.value])
-    return those_with(connection, _ROW.id, ids, unfinished)
-
-
 def put_back(
     connection: Connection,
     process: str,
@@ -647,9 +623,7 @@ def record(
     do not count: their requests were cancelled, or taken by another process.
     """
     wanted = {one.id: one for one in results}
-    asked = select(
-        _ROW.id, _ROW.state, _ROW.batch, _ROW.result_place, _ROW.result_offset,
-    )  # fmt: skip
+    asked = select(_ROW.id, _ROW.state, _ROW.batch, _ROW.result_place, _ROW.result_offset)
     recorded: list[str] = []
     new: list[dict[str, Any]] = []
     sums: defaultdict[str, Counter[Any]] = defaultdict(Counter)
@@ -662,17 +636,21 @@ def record(
         locked = asked.where(_ROW.id.in_(ids), _ROW.claimed_by == process).with_for_update()
         for row in connection.execute(locked):
             result = wanted[row.id]
-            if row.state == RequestState.RUNNING.value:
-                told = {name: getattr(result, name) for name in _RESULT}
-                told |= {"of_id": row.id, "state": result.state.value, "ended_at": now}
-                new.append(told)
-                if row.batch is not None:
-                    _add(sums[row.batch], result)
-            else:
+            if row.state != RequestState.RUNNING.value:
                 found = row.state, row.result_place, row.result_offset
-                if found != (result.state.value, result.result_place, result.result_offset):
-                    continue  # It has ended with another one.
+                if found == (result.state.value, result.result_place, result.result_offset):
+                    recorded.append(row.id)  # Else it has ended with another one.
+                continue
             recorded.append(row.id)
+            told = {name: getattr(result, name) for name in _RESULT}
+            new.append(told | {"of_id": row.id, "state": result.state.value, "ended_at": now})
+            if row.batch is not None:
+                counted = sums[row.batch]
+                counted[COUNTED_AS[result.state]] += 1
+                counted[batches.c.result_bytes] += result.result_length or 0
+                if result.usage is not None:
+                    for index, column in _COUNTED:
+                        counted[column] += result.usage[index]
     if new:
         connection.execute(_RECORDED, new)
     for batch in sorted(sums):
@@ -689,14 +667,6 @@ _RECORDED: Final = (
     .values({name: bindparam(name) for name in (*_RESULT, "ended_at")} | {"claimed_until": None})
 )
 """`claimed_by` stays: it tells who has recorded the result."""
-
-
-def _add(sums: Counter[Any], result: RecordedResult) -> None:
-    sums[COUNTED_AS[result.state]] += 1
-    sums[batches.c.result_bytes] += result.result_length or 0
-    if result.usage is not None:
-        for index, column in _COUNTED:
-            sums[column] += result.usage[index]
 
 
 LEASE_SECONDS = 60.0  # for which a claim holds unless it is renewed

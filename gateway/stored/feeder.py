@@ -6,7 +6,7 @@ store. A row that was claimed ends in one of three ways: its result is recorded,
 and waits again, or this process dies and another one takes it when its lease is over.
 
 Rows are offered only where a slot is free, so requests of clients that want all slots would keep
-them waiting for ever. Rows whose deadline is in danger (`LateRows`) therefore stand in the
+them waiting for ever. Rows whose deadline is in danger (`TargetRows.late`) therefore stand in the
 scheduler's queue like any other request of a higher class, a few at a time (`late_places`).
 """
 
@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 import structlog
 from sqlalchemy import Connection, func, or_, select
 
-from gateway.lease import BatchRoom, BatchRoomService
+from gateway.lease import BatchRoom
 from gateway.store.schema import batches, stored_requests
 from gateway.store.store import woken
 from gateway.stored.claims import (
@@ -32,7 +32,7 @@ from gateway.stored.claims import (
     StoredRow,
     UnfinishedWork,
     WaitingLines,
-    paused_batches,
+    those_with,
     waiting_by_kind,
     waiting_lines,
 )
@@ -52,7 +52,6 @@ from gateway.stored.results import LineResults
 from gateway.stored.runner import (
     MOST_RUNS,
     HeldRow,
-    RequestRunner,
     RequestTarget,
     RowDeferred,
     RowExpired,
@@ -120,9 +119,7 @@ def read_waiting(connection: Connection, folder: str, now: float) -> Waiting:
     return Waiting(lines, kinds, counts, connection.scalar(oldest))
 
 
-def read_prefixes(
-    connection: Connection, batch: str, now: float, most: int = MOST_GROUPS
-) -> tuple[PrefixGroup, ...]:
+def read_prefixes(connection: Connection, batch: str, now: float) -> tuple[PrefixGroup, ...]:
     """Groups of waiting lines of a batch whose prompts begin alike.
 
     Lines whose beginning no other has are left out; those of short prompts are one group.
@@ -134,7 +131,7 @@ def read_prefixes(
         .group_by(_ROW.prefix)
         .having(or_(func.count() > 1, _ROW.prefix == 0))
         .order_by(longest.desc(), _ROW.prefix)
-        .limit(most)
+        .limit(MOST_GROUPS)
     )
     return tuple(
         PrefixGroup(prefix, rows, int(most_tokens or 0), int(tokens or 0))
@@ -149,7 +146,7 @@ class Supply:
     storage: Storage
     target_of: Callable[[str, str, str | None], RequestTarget | None]  # that of a runner
     read_at: float = 0.0  # when it is to be read again
-    _works: dict[RequestTarget | None, dict[str, BatchWork]] = field(default_factory=dict)
+    works: dict[RequestTarget | None, dict[str, BatchWork]] = field(default_factory=dict)
     _prefixes: dict[str, tuple[float, tuple[PrefixGroup, ...]]] = field(default_factory=dict)
     """Groups of batches, and when they were read."""
 
@@ -169,7 +166,7 @@ class Supply:
                 work = BatchWork(some.batch, some.owner, 0, some.deadline, some.class_)
             models = *work.models, some.model
             works[target][some.batch] = replace(work, rows=work.rows + some.rows, models=models)
-        self._works = dict(works)
+        self.works = dict(works)
         for batch in self._prefixes.keys() - {some.batch for some in waiting.lines}:
             del self._prefixes[batch]
         return waiting
@@ -178,17 +175,13 @@ class Supply:
         """Read again within so many seconds: something has changed."""
         self.read_at = min(self.read_at, self.storage.clock() + seconds)
 
-    def known_targets(self) -> list[RequestTarget | None]:
-        """Where something waits for."""
-        return list(self._works)
-
     def works_of(self, target: RequestTarget | None) -> list[BatchWork]:
         """Batches with lines that wait for a target, as far as is known."""
-        return [work for work in self._works.get(target, {}).values() if work.rows > 0]
+        return [work for work in self.works.get(target, {}).values() if work.rows > 0]
 
     def targets_of(self, batch: str) -> set[RequestTarget | None]:
         """Where the lines of a batch go that wait."""
-        return {target for target, works in self._works.items() if batch in works}
+        return {target for target, works in self.works.items() if batch in works}
 
     async def with_groups(self, works: list[BatchWork], held: Mapping[str, int]) -> list[BatchWork]:
         """The same with the groups of those that are next. Raises: StoreError.
@@ -214,7 +207,7 @@ class Supply:
             if len(self.targets_of(batch)) <= 1:
                 found.append(want)
                 continue
-            models = self._works[target][batch].models
+            models = self.works[target][batch].models
             limit = max(1, want.limit // len(models))
             found += [replace(want, limit=limit, model=model) for model in models]
         return found
@@ -225,7 +218,7 @@ class Supply:
         """What was claimed does not wait any more, nor what was asked for in vain."""
         claimed = Counter(row.batch for row in rows)
         of_group = Counter((row.batch, row.prefix) for row in rows)
-        works = self._works.get(target, {})
+        works = self.works.get(target, {})
         for batch in {pick.batch for pick in picks if pick.batch is not None}:
             if batch in works:
                 left = works[batch].rows - claimed[batch] if claimed[batch] else 0
@@ -245,42 +238,6 @@ class Supply:
 
 
 @dataclass(slots=True, eq=False)
-class LateRows:
-    """Rows of one target whose deadline is in danger: they may wait in a higher class."""
-
-    batches: dict[str, Priority] = field(default_factory=dict)
-    """The batches whose class is raised, and to which; the nearest deadline first."""
-    waiting: Counter[str] = field(default_factory=Counter)  # rows that wait for a slot, by owner
-    paused_until: float = 0.0  # monotonic seconds
-
-    def update(self, in_danger: Mapping[str, tuple[str, str]], runner: RequestRunner) -> None:
-        """Of these batches the deadline is in danger: their owners, and the class of their rows.
-
-        A row's class is raised to that one, within what its owner may have now.
-        """
-        raised = {
-            batch: max(runner.late_priority(owner), Priority.parse(label) or Priority.BATCH)
-            for batch, (owner, label) in in_danger.items()
-        }
-        self.batches = {batch: one for batch, one in raised.items() if one < Priority.BATCH}
-        self.waiting.clear()
-
-    def raise_class(
-        self, offered: Iterable[StoredRow], rooms: BatchRoomService, runner: RequestRunner
-    ) -> None:
-        """Raise those of the rows that were offered before, and count those that wait."""
-        by_priority: defaultdict[Priority, list[StoredRow]] = defaultdict(list)
-        for row in offered:
-            if (priority := self.batches.get(row.batch or "")) is not None:
-                by_priority[priority].append(row)
-        for priority, rows in by_priority.items():
-            waiting = runner.raise_class(rooms, [row.id for row in rows], priority)
-            for row in rows:
-                # The scheduler has not seen all of them, or knows their prompts by other ids.
-                self.waiting[row.owner] += row.id in waiting or not runner.has_begun(row.id)
-
-
-@dataclass(slots=True, eq=False)
 class TargetRows:
     """The lane of one target, and what is known of its room."""
 
@@ -291,7 +248,10 @@ class TargetRows:
     slots: int = 0
     urgent: list[str] = field(default_factory=list)
     """Batches whose deadline is in danger, the nearest first."""
-    late: LateRows = field(default_factory=LateRows)  # those of them whose class is raised
+    late: dict[str, Priority] = field(default_factory=dict)
+    """Those of them whose class is raised, so that their rows may wait in it, and to which."""
+    late_waiting: Counter[str] = field(default_factory=Counter)  # their rows that do, by owner
+    late_paused_until: float = 0.0  # monotonic seconds
     arriving: set[str] = field(default_factory=set)
     """Rows that were offered and that the scheduler has not seen yet."""
     probes: int = 1  # rows that are tried at a time while no node is there
@@ -304,26 +264,7 @@ class HeldLine(HeldRow):
 
     state: TargetRows
     has_slot: bool = False  # whether it counts as running in its lane
-    recording: bool = False  # whether it has a result, which is being recorded
     in_late_place: bool = False  # whether it was offered as late, without room for class `batch`
-
-    def has_result(self) -> bool:
-        """Whether its result is being recorded: `LineResults` does that to the end."""
-        return self.recording
-
-
-@dataclass(slots=True)
-class FeederCounts:
-    """What the feeder has done, and what it knows of what waits."""
-
-    outcomes: Counter[str] = field(default_factory=Counter)
-    """Lines whose result this process has recorded: `done`, `failed`, or `lost` (taken)."""
-    deferred: int = 0  # runs after which a row waits again: a limit of its owner, no room, no node
-    retried: int = 0  # runs that nodes have failed and that are repeated
-    waiting: Counter[str] = field(default_factory=Counter)  # stored requests that may run, by kind
-    batches: dict[str, int] = field(default_factory=dict)  # by state
-    oldest: float | None = None
-    """When the oldest batch with waiting lines was created; None: nothing waits."""
 
 
 @dataclass(eq=False)
@@ -335,7 +276,11 @@ class Feeder(RowRuns[HeldLine]):
     supply: Supply
     results: LineResults
     work: UnfinishedWork
-    counts: FeederCounts = field(default_factory=FeederCounts)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    """Lines whose result this process has recorded: `done`, `failed`, or `lost` (taken)."""
+    deferred: int = 0  # runs after which a row waits again: a limit of its owner, no room, no node
+    retried: int = 0  # runs that nodes have failed and that are repeated
+    waiting: Waiting = field(default_factory=lambda: Waiting([], Counter(), {}, None))
     put_off: dict[str, tuple[str, float]] = field(default_factory=dict)
     """Of batches whose lines were put off of late: why, and until when (Unix time)."""
     _targets: dict[RequestTarget | None, TargetRows] = field(default_factory=dict)
@@ -465,7 +410,10 @@ class Feeder(RowRuns[HeldLine]):
             # Once more behind the last work: its counts have changed.
             was_work, self._is_work = self._is_work, await self.work.exists()
             if self._is_work or was_work or self._held or self.clock() >= self._count_at:
-                await self._read_waiting()
+                self.waiting = await self.supply.read(await self.leases.storage.opened())
+                self._count_at = self.clock() + COUNT_SECONDS
+                for known in self.supply.works:
+                    self._state_of(known)
             else:
                 self.supply.read_at = self.clock() + IDLE_SECONDS
         for target, state in list(self._targets.items()):
@@ -474,15 +422,6 @@ class Feeder(RowRuns[HeldLine]):
                 await self._claim(state, picks)
             elif not (state.lane.ready or state.lane.running or self.supply.works_of(target)):
                 del self._targets[target]
-
-    async def _read_waiting(self) -> None:
-        folder = await self.leases.storage.opened()
-        waiting = await self.supply.read(folder)
-        counts = self.counts
-        counts.waiting, counts.batches, counts.oldest = waiting[1:]
-        self._count_at = self.clock() + COUNT_SECONDS
-        for target in self.supply.known_targets():
-            self._state_of(target)
 
     def _state_of(self, target: RequestTarget | None) -> TargetRows:
         if target not in self._targets:
@@ -501,7 +440,7 @@ class Feeder(RowRuns[HeldLine]):
         works = [one for one in self.supply.works_of(target) if not self.seconds_paused(one.owner)]
         # Half of it is enough to go on with: a claim for each row would be a load on the store.
         if lane.ready > wanted // 2:
-            late = state.late.batches
+            late = state.late
             works = [one for one in works if one.batch in late and not lane.ready_of(one.batch)]
             if not works:
                 return []
@@ -551,7 +490,6 @@ class Feeder(RowRuns[HeldLine]):
                 await asyncio.sleep(0)
 
     def _look(self, state: TargetRows) -> None:
-        """See how much room there is."""
         lane, registry, target = state.lane, self.runner.registry, state.target
         state.arriving = {
             id_
@@ -573,12 +511,30 @@ class Feeder(RowRuns[HeldLine]):
             works.values(), lane.held(), pace.rows_a_second, self.now(),
             slots=state.slots, row_seconds=pace.row_seconds,
         )  # fmt: skip
-        found = {id_: (works[id_].owner, works[id_].class_) for id_ in state.urgent}
-        state.late.update(found, self.runner)
-        if state.late.batches:
-            rows = (one for one in self._held.values() if one.state.target == target)
-            offered = [one.row for one in rows if one.has_slot]
-            state.late.raise_class(offered, self.rooms, self.runner)
+        self._raise_late(state, works)
+
+    def _raise_late(self, state: TargetRows, works: Mapping[str, BatchWork]) -> None:
+        """Raise rows that were offered of batches in danger to the class that those may have now.
+
+        It is theirs, within what their owner may have.
+        """
+        runner, late = self.runner, dict[str, Priority]()
+        for work in (works[id_] for id_ in state.urgent):
+            own = Priority.parse(work.class_) or Priority.BATCH
+            if (raised := max(runner.late_priority(work.owner), own)) < Priority.BATCH:
+                late[work.batch] = raised
+        state.late = late
+        state.late_waiting.clear()
+        by_priority: defaultdict[Priority, list[StoredRow]] = defaultdict(list)
+        for held in self._held.values() if late else ():
+            batch = held.row.batch or ""
+            if batch in late and held.has_slot and held.state.target == state.target:
+                by_priority[late[batch]].append(held.row)
+        for priority, rows in by_priority.items():
+            waiting = runner.raise_class(self.rooms, [row.id for row in rows], priority)
+            for row in rows:
+                # The scheduler has not seen all of them, or knows their prompts by other ids.
+                state.late_waiting[row.owner] += row.id in waiting or not runner.has_begun(row.id)
 
     def _offer(self, state: TargetRows) -> None:
         """Start rows, as many as there is room for."""
@@ -603,7 +559,7 @@ class Feeder(RowRuns[HeldLine]):
             if has_room:
                 state.credit -= 1
             else:
-                state.late.waiting[row.owner] += 1
+                state.late_waiting[row.owner] += 1
             state.arriving.add(row.id)
             self._begin(held)
         if self.supply.works_of(state.target) and state.lane.ready <= max(1, state.slots):
@@ -611,14 +567,14 @@ class Feeder(RowRuns[HeldLine]):
 
     def _next_late(self, state: TargetRows, left_out: set[str]) -> StoredRow | None:
         """The late row that may wait for a slot; None: there is none, or enough wait."""
-        late = state.late
-        if not late.batches or not state.slots or self.clock() < late.paused_until:
+        if not state.late or not state.slots or self.clock() < state.late_paused_until:
             return None
         of_owner, of_all = late_places(state.slots, self.runner.settings.queue.max)
-        if sum(one.late.waiting.total() for one in self._targets.values()) >= of_all:
+        if sum(one.late_waiting.total() for one in self._targets.values()) >= of_all:
             return None
-        full = {owner for owner, waiting in late.waiting.items() if waiting >= of_owner}
-        return state.lane.next_late(late.batches, left_out | full, late.waiting)
+        waiting = state.late_waiting
+        full = {owner for owner, number in waiting.items() if number >= of_owner}
+        return state.lane.next_late(state.late, left_out | full, waiting)
 
     def _slot_free(self, held: HeldLine) -> None:
         """A row has left its slot: the next one goes there."""
@@ -636,7 +592,7 @@ class Feeder(RowRuns[HeldLine]):
         row, state = held.row, held.state
         if body is None:  # It fails.
             log.warning("the input of a batch is missing", batch=row.batch)
-        priority = state.late.batches.get(row.batch or "", Priority.BATCH)
+        priority = state.late.get(row.batch or "", Priority.BATCH)
         free = partial(self._slot_free, held)
         try:
             outcome = await self.runner.run(row, body or b"", priority=priority, on_slot_free=free)
@@ -651,7 +607,7 @@ class Feeder(RowRuns[HeldLine]):
         if self._paused.pop(row.owner, None) is not None:
             self._offer(state)  # It may have one more again.
         if outcome.failed_on_nodes and row.attempts + 1 < MOST_RUNS:
-            self.counts.retried += 1
+            self.retried += 1
             seconds = RETRY_SECONDS * (row.attempts + 1)
             self.put_off[row.batch or ""] = "nodes_failed", self.now() + seconds
             raise RunFailed(seconds)
@@ -660,13 +616,12 @@ class Feeder(RowRuns[HeldLine]):
             # Without a node it has a result all the same: so have others, likely.
             state.probes = min(2 * state.probes, MOST_PROBES)
         if not await self.results.add(row, outcome):
-            self.counts.outcomes["lost"] += 1
+            self.outcomes["lost"] += 1
             self.leases.put_back([row.id], self.now())
         else:
-            self.counts.outcomes["done" if outcome.status < 400 else "failed"] += 1
+            self.outcomes["done" if outcome.status < 400 else "failed"] += 1
 
     def _let_go(self, held: HeldLine) -> None:
-        """The run has ended."""
         self._slot_free(held)
         if held.task is not None:  # Else it is kept, to be offered again.
             self._forget(held)
@@ -674,8 +629,7 @@ class Feeder(RowRuns[HeldLine]):
                 self._claims.set()
 
     def _deferred(self, held: HeldLine, deferred: RowDeferred) -> None:
-        """A row that could not be run now waits again."""
-        self.counts.deferred += 1
+        self.deferred += 1
         row, state, now, seconds = held.row, held.state, self.clock(), deferred.seconds
         if deferred.concerns_owner:
             seconds = min(seconds, MOST_PAUSE)
@@ -694,7 +648,7 @@ class Feeder(RowRuns[HeldLine]):
             return
         if held.in_late_place and deferred.reason == "queue_full" and not self._stopped:
             # The others of its class were more.
-            state.late.paused_until = now + min(seconds, REFUSED_SECONDS)
+            state.late_paused_until = now + min(seconds, REFUSED_SECONDS)
             self._keep(held)
             return
         if not state.slots or deferred.reason in {"queue_full", "starting"}:
@@ -723,7 +677,10 @@ class Feeder(RowRuns[HeldLine]):
         batches_held = {held.row.batch for held in self._held.values() if held.row.batch}
         paused: set[str] = set()
         if batches_held:
-            paused = await self.leases.storage.read(paused_batches, batches_held)
+            is_paused = batches.c.paused_at.is_not(None)
+            paused = await self.leases.storage.read(
+                those_with, batches.c.id, batches_held, is_paused
+            )
         of_paused = (held for held in self._held.values() if held.row.batch in paused)
         self._drop(self._not_begun(of_paused))
         if released:

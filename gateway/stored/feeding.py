@@ -69,9 +69,6 @@ class BatchWork:
     """Its larger groups; the other rows are claimed once these are."""
 
 
-# How many.
-
-
 def rows_to_offer(room: BatchRoom, arriving: int) -> int:
     """Rows to offer now; negative: so many more wait than there will be slots for.
 
@@ -86,9 +83,6 @@ def ready_wanted(slots: int, ended_a_second: float) -> int:
     if slots <= 0:
         return 1
     return min(MOST_READY, max(2, 2 * slots, math.ceil(ended_a_second * READY_SECONDS)))
-
-
-# Deadlines.
 
 
 def in_danger(
@@ -184,8 +178,6 @@ class Pace:
 
 @dataclass(slots=True)
 class _BatchRows:
-    """The claimed rows of one batch."""
-
     owner: str
     class_: str
     deadline: float = math.inf  # Unix time
@@ -198,9 +190,6 @@ class _BatchRows:
     followed_by: dict[int, int] = field(default_factory=dict)
     """Of groups that have no rows left and still run, the one that gets their slots."""
     turn: int = 0  # the last time that it had its turn
-
-    def is_empty(self) -> bool:
-        return not self.count and not self.running
 
 
 @dataclass(slots=True, eq=False)
@@ -269,12 +258,11 @@ class Lane:
         dropped: list[StoredRow] = []
         for rows in self._batches.values():
             for prefix, ready in list(rows.ready.items()):
-                kept = [row for row in ready if not unwanted(row)]
-                if len(kept) < len(ready):
-                    dropped += [row for row in ready if unwanted(row)]
-                    rows.count -= len(ready) - len(kept)
-                    rows.ready[prefix] = kept
-                    if not kept:
+                if gone := [row for row in ready if unwanted(row)]:
+                    dropped += gone
+                    rows.count -= len(gone)
+                    rows.ready[prefix] = [row for row in ready if not unwanted(row)]
+                    if not rows.ready[prefix]:
                         del rows.ready[prefix]
         self._forget_empty()
         return dropped
@@ -290,7 +278,8 @@ class Lane:
         self._forget_empty()
 
     def _forget_empty(self) -> None:
-        for batch in [name for name, rows in self._batches.items() if rows.is_empty()]:
+        held = self._batches.items()
+        for batch in [name for name, rows in held if not rows.count and not rows.running]:
             del self._batches[batch]
 
     # The next one.
@@ -300,8 +289,30 @@ class Lane:
 
         `paused`: owners that are left out; `urgent`: batches in danger, the nearest deadline first.
         """
-        batch = self._next_batch(paused, urgent)
-        return None if batch is None else self._take(batch)
+        open_ = {
+            batch: rows
+            for batch, rows in self._batches.items()
+            if rows.count and rows.owner not in paused
+        }
+        if not open_:
+            return None
+        if (self._turns + 1) % TURNS_SHARE:
+            for batch in urgent:
+                if batch in open_:
+                    return self._take(batch)
+        latest = self._freed[-1][0] if self._freed else None
+
+        def turn(batch: str) -> tuple[int, int, bool, int, int]:
+            rows = open_[batch]
+            return (
+                self._of_owner[rows.owner],
+                rows.running.total(),
+                batch != latest,
+                self._owner_turn.get(rows.owner, 0),
+                rows.turn,
+            )
+
+        return self._take(min(open_, key=turn))
 
     def next_late(
         self, late: Iterable[str], paused: Collection[str], waiting: Mapping[str, int]
@@ -321,7 +332,6 @@ class Lane:
         return self._take(min(open_, key=lambda batch: waiting.get(self._batches[batch].owner, 0)))
 
     def _take(self, batch: str) -> StoredRow:
-        """Take the batch's next row."""
         rows = self._batches[batch]
         prefix = self._next_prefix(batch, rows)
         ready = rows.ready[prefix]
@@ -336,45 +346,16 @@ class Lane:
         rows.turn = self._owner_turn[row.owner] = self._turns
         return row
 
-    def _next_batch(self, paused: Collection[str], urgent: Sequence[str]) -> str | None:
-        open_ = {
-            batch: rows
-            for batch, rows in self._batches.items()
-            if rows.count and rows.owner not in paused
-        }
-        if not open_:
-            return None
-        if (self._turns + 1) % TURNS_SHARE:
-            for batch in urgent:
-                if batch in open_:
-                    return batch
-        latest = self._freed[-1][0] if self._freed else None
-
-        def turn(batch: str) -> tuple[int, int, bool, int, int]:
-            rows = open_[batch]
-            return (
-                self._of_owner[rows.owner],
-                rows.running.total(),
-                batch != latest,
-                self._owner_turn.get(rows.owner, 0),
-                rows.turn,
-            )
-
-        return min(open_, key=turn)
-
     def _next_prefix(self, batch: str, rows: _BatchRows) -> int:
-        for index in range(len(self._freed) - 1, -1, -1):
-            of_batch, freed = self._freed[index]
-            if of_batch == batch:
-                del self._freed[index]
-                return self._following(rows, freed)
-        return self._best_prefix(rows)
-
-    def _following(self, rows: _BatchRows, freed: int) -> int:
-        """The group for a slot that has just served the group `freed`.
+        """The group for the slot of the batch that has come free last.
 
         One that has ended is followed by the same group on all its slots: they are on one node.
         """
+        places = (at for at in reversed(range(len(self._freed))) if self._freed[at][0] == batch)
+        if (place := next(places, None)) is None:
+            return self._best_prefix(rows)
+        _, freed = self._freed[place]
+        del self._freed[place]
         last, seen = freed, {freed}
         while last not in rows.ready and last in rows.followed_by:
             last = rows.followed_by[last]
@@ -393,27 +374,21 @@ class Lane:
         """The next group that has not begun, if a node has none; else that with fewest slots."""
         under_way = [prefix for prefix in rows.ready if rows.running[prefix]]
         fresh = [prefix for prefix in rows.ready if not rows.running[prefix]]
+
+        def waiting(prefix: int) -> PrefixGroup:
+            return rows.waiting.get(prefix) or PrefixGroup(prefix, 0, 0, 0)
+
+        def work(prefix: int) -> tuple[int, int, int]:
+            """The longest row of a group, then all its work."""
+            ready, group = rows.ready[prefix], waiting(prefix)
+            tokens = sum(map(_length, ready)) + group.tokens
+            return max(_length(ready[-1]), group.longest), tokens, -prefix
+
         # Of a group that has no rows left only the last ones still run.
         if fresh and len(under_way) < max(1, self.nodes):
-            return max(fresh, key=lambda prefix: (*self._longest(rows, prefix), -prefix))
-        return min(
-            under_way or fresh,
-            key=lambda prefix: (rows.running[prefix], -self._left(rows, prefix), prefix),
-        )
-
-    @staticmethod
-    def _longest(rows: _BatchRows, prefix: int) -> tuple[int, int]:
-        """The longest row of a group, then all its work."""
-        ready, waiting = rows.ready[prefix], rows.waiting.get(prefix)
-        longest, tokens = _length(ready[-1]), sum(map(_length, ready))
-        if waiting is not None:
-            longest, tokens = max(longest, waiting.longest), tokens + waiting.tokens
-        return longest, tokens
-
-    @staticmethod
-    def _left(rows: _BatchRows, prefix: int) -> int:
-        waiting = rows.waiting.get(prefix)
-        return len(rows.ready[prefix]) + (0 if waiting is None else waiting.rows)
+            return max(fresh, key=work)
+        left = {one: len(rows.ready[one]) + waiting(one).rows for one in under_way or fresh}
+        return min(left, key=lambda prefix: (rows.running[prefix], -left[prefix], prefix))
 
     # What to claim.
 
@@ -468,19 +443,16 @@ class Lane:
 
     def _wants_of(self, work: BatchWork, share: int) -> Iterator[Pick]:
         """What to claim of one batch: of groups under way, then of those that come next."""
-        rows = self._batches.get(work.batch)
-        running = Counter[int]() if rows is None else rows.running
-        ready: dict[int, list[StoredRow]] = {} if rows is None else rows.ready
-        if rows is not None:
-            rows.waiting = {group.prefix: group for group in work.groups}
+        rows = self._batches.get(work.batch) or _BatchRows(work.owner, work.class_)
+        rows.waiting = {group.prefix: group for group in work.groups}
         groups = sorted(
             work.groups,
-            key=lambda one: (not running[one.prefix], -one.longest, -one.tokens, one.prefix),
+            key=lambda one: (not rows.running[one.prefix], -one.longest, -one.tokens, one.prefix),
         )
         # Each group may soon have its even share of the slots, those that come next as well.
         each = max(1, math.ceil(share / max(1, self.nodes)))
         for group in groups:
-            count = min(share, group.rows, each - len(ready.get(group.prefix, ())))
+            count = min(share, group.rows, each - len(rows.ready.get(group.prefix, ())))
             if count > 0:
                 yield Pick(count, RequestKind.LINE, work.batch, prefix=group.prefix)
                 share -= count

@@ -87,11 +87,10 @@ def kept_by(connection: Connection, owner: str, now: float) -> Kept:
         of_owner, _BATCH.ended_at.is_(None), _BATCH.input_file.is_not(None)
     )
     there = or_(files.c.expires_at.is_(None), files.c.expires_at > now, files.c.id.in_(read))
-    number, size = connection.execute(
-        select(func.count(), _sum(files.c.bytes)).where(
-            files.c.owner == owner, files.c.deleted_at.is_(None), there
-        )
-    ).one()
+    uploads = select(func.count(), _sum(files.c.bytes)).where(
+        files.c.owner == owner, files.c.deleted_at.is_(None), there
+    )
+    number, size = connection.execute(uploads).one()
     others = (
         select(_sum(_BATCH.result_bytes)).where(of_owner, _BATCH.ended_at.is_(None)),
         select(_sum(_BATCH.requests_bytes)).where(of_owner, HAS_REQUESTS),
@@ -153,7 +152,6 @@ def _sum(column: Any) -> Any:
 
 
 FILES = "files"  # name of the revision that every change of a file raises
-PROCESSED = "processed"  # the state of a file that is complete
 SortOrder = Literal["asc", "desc"]
 
 
@@ -170,7 +168,7 @@ class StoredFile:
     created_at: float  # Unix time, as all times here
     expires_at: float | None
     folder: str  # the id of the folder that holds it
-    state: str = PROCESSED
+    state: str = "processed"  # which a complete file is
 
 
 class FilePage(NamedTuple):
@@ -278,11 +276,6 @@ def take_due_files(connection: Connection, folder: str, now: float, limit: int) 
     return ids
 
 
-def known_files(connection: Connection, ids: Iterable[str]) -> set[str]:
-    """Those of the files that have a row."""
-    return those_with(connection, files.c.id, ids)
-
-
 def remove_files(connection: Connection, ids: Sequence[str]) -> None:
     """Remove the rows of files whose bytes are gone."""
     connection.execute(delete(files).where(files.c.id.in_(ids)))
@@ -354,11 +347,11 @@ class Content:
         return cls(name, size, pieces(), partial(threads.run, opened.close))
 
 
+@dataclass(slots=True, eq=False)
 class UploadCounts:
     """How many uploads each owner has under way."""
 
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
+    _counts: Counter[str] = field(default_factory=Counter)
 
     @contextlib.contextmanager
     def one_more(self, owner: str) -> Iterator[None]:
@@ -489,7 +482,11 @@ class FileRegistry:
             if len(ids) < STEP_FILES:
                 break
         if orphans:
-            gone += await storage.remove_left_over(FILE, ORPHAN_SECONDS, known_files)
+            gone += await storage.remove_left_over(
+                FILE,
+                ORPHAN_SECONDS,
+                lambda connection, old: those_with(connection, files.c.id, old),
+            )
         if gone:
             log.info("files removed", files=gone)
         return gone

@@ -26,10 +26,9 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import structlog
 from sqlalchemy import Connection
@@ -66,14 +65,6 @@ class FileTooShort(FolderError):  # noqa: N818 - named for what it says of the f
     """A file lacks what it should have."""
 
 
-class FoundFile(NamedTuple):
-    """A complete file."""
-
-    name: str
-    size: int
-    changed_at: float  # Unix time
-
-
 def is_file_name(text: str) -> bool:
     """Whether a file of the folder may have this name."""
     return _NAME.fullmatch(text) is not None
@@ -108,17 +99,27 @@ class Folder:
 
         Raises: FolderError.
         """
-        with _told(self.location):
+        with self.translated_errors():
             self.location.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):
                 self.location.mkdir(mode=0o700)
-            self._check_private()
+            mode = self.location.stat().st_mode
+            if not stat.S_ISDIR(mode):
+                raise FolderError(f"{self.location} is no folder", "name another in batches.folder")
+            if mode & 0o077:
+                raise FolderError(
+                    f"{self.location} is open to other users of this machine",
+                    "chmod 700 it, or name another folder in batches.folder",
+                )
             with opened(self.location, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
                 # No other process opens the folder at the same time.
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
                 found = self._read_id() or self._make_id()
                 for path in self.location.glob(f"{_TEMPORARY}*"):
-                    _remove_if_abandoned(path)
+                    # A file that nobody holds locked is that of a process which has ended.
+                    with contextlib.suppress(OSError), opened(path, _LEFT_OVER) as left_over:
+                        if _lock(left_over):
+                            path.unlink(missing_ok=True)
             self._inode = _inode(self.location)
         self.id = found
         return found
@@ -128,11 +129,12 @@ class Folder:
 
         Names grow with time. Raises: FolderError.
         """
-        with self._beginning, _told(self.location):
+        with self._beginning, self.translated_errors():
             self.check_in_place()
             self.check_room(size)
             for _ in range(_TRIES):
-                name = self._new_name(kind)
+                name = f"{kind}-{int(self.now() * 1000):012x}{self.token(10)}"
+                assert is_file_name(name), name
                 path = self.location / f"{_TEMPORARY}{name}"
                 descriptor = os.open(path, _CREATE, 0o600)
                 if _lock(descriptor) and os.fstat(descriptor).st_nlink:
@@ -146,14 +148,29 @@ class Folder:
                 os.close(descriptor)
         raise FolderError(f"{self.location}: new files vanish", "let nothing else remove its files")
 
-    def translated_errors(self) -> contextlib.AbstractContextManager[None]:
-        """Turns the system's errors into those of the folder, but for a file that is missing."""
-        return _told(self.location)
+    @contextlib.contextmanager
+    def translated_errors(self) -> Iterator[None]:
+        """Turn the system's errors into those of the folder, but for a file that is missing."""
+        try:
+            yield
+        except FileNotFoundError:
+            if self.location.is_dir():
+                raise
+            why = f"{self.location} is gone"
+            raise FolderError(why, "put it back, or restart the gateway") from None
+        except OSError as error:
+            message = f"{error.filename or self.location}: {error.strerror or error}"
+            if error.errno in _FULL:
+                raise FolderFull(message, "free space on the disk, or raise the quota") from None
+            remedy = "let the gateway's user write into the folder"
+            if error.errno == errno.EIO:
+                remedy = "look for errors of the disk in the system's log"
+            raise FolderError(message, remedy) from None
 
     @contextlib.contextmanager
     def descriptor(self, name: str, flags: int) -> Iterator[int]:
         """A file's descriptor, closed at the end. Raises: FileNotFoundError, FolderError."""
-        with _told(self.location), opened(self.path(name), flags | os.O_NOFOLLOW) as descriptor:
+        with self.translated_errors(), opened(self.path(name), flags | os.O_NOFOLLOW) as descriptor:
             yield descriptor
 
     def write_new(self, kind: str, data: bytes) -> str:
@@ -191,7 +208,7 @@ class Folder:
 
         The caller closes it.
         """
-        with _told(self.location):
+        with self.translated_errors():
             try:
                 descriptor = os.open(self.path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             except FileNotFoundError:
@@ -202,8 +219,8 @@ class Folder:
 
     def read(self, name: str, offset: int, length: int) -> bytes:
         """A part of the file. Raises: FileNotFoundError, FolderError, FileTooShort."""
-        with self.open_to_read(name) as file, _told(self.location):
-            part = os.pread(file.fileno(), length, offset)
+        with self.open_to_read(name) as file, self.translated_errors():
+            part = b""
             while len(part) < length:
                 more = os.pread(file.fileno(), length - len(part), offset + len(part))
                 if not more:
@@ -216,35 +233,35 @@ class Folder:
     def delete(self, name: str) -> bool:
         """Remove the file; returns whether there was one. Raises: FolderError."""
         try:
-            with _told(self.location):
+            with self.translated_errors():
                 self.path(name).unlink()
         except FileNotFoundError:
             return False
         return True
 
-    def files(self, kind: str) -> Iterator[FoundFile]:
-        """The complete files of this kind. Raises: FolderError."""
-        with _told(self.location), os.scandir(self.location) as entries:
+    def old_files(self, kind: str, before: float) -> list[str]:
+        """Names of complete files of this kind that were changed before that time (Unix seconds).
+
+        Nobody writes them any more. Raises: FolderError.
+        """
+        found = []
+        with self.translated_errors(), os.scandir(self.location) as entries:
             for entry in entries:
                 if entry.name.startswith(f"{kind}-") and is_file_name(entry.name):
                     with contextlib.suppress(FileNotFoundError):
-                        found = entry.stat(follow_symlinks=False)
-                        yield FoundFile(entry.name, found.st_size, found.st_mtime)
+                        is_old = entry.stat(follow_symlinks=False).st_mtime < before
+                        if is_old and not self.is_written(entry.name):
+                            found.append(entry.name)
+        return found
 
     def used_bytes(self) -> int:
         """Bytes of all files, those that are being written included. Raises: FolderError."""
         total = 0
-        with _told(self.location), os.scandir(self.location) as entries:
+        with self.translated_errors(), os.scandir(self.location) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
                     total += entry.stat(follow_symlinks=False).st_size
         return total
-
-    def free_bytes(self) -> int:
-        """Bytes that the file system still takes. Raises: FolderError."""
-        with _told(self.location):
-            found = os.statvfs(self.location)
-        return found.f_bavail * found.f_frsize
 
     def check_room(self, size: int) -> None:
         """Raises: FolderFull, if there is no room for so many bytes more; FolderError."""
@@ -271,33 +288,20 @@ class Folder:
                 f"the files of this gateway may take {most} bytes together",
                 "delete files, or raise batches.folder_bytes",
             )
-        if self.free_bytes() < size + self.spare_bytes:
+        with self.translated_errors():
+            disk = os.statvfs(self.location)
+        if disk.f_bavail * disk.f_frsize < size + self.spare_bytes:
             return FolderFull("the disk of the files is full", "free space on it, or delete files")
         return None
 
-    def _new_name(self, kind: str) -> str:
-        name = f"{kind}-{int(self.now() * 1000):012x}{self.token(10)}"
-        assert is_file_name(name), name
-        return name
-
     def check_in_place(self) -> None:
         """Check that the folder is the one that was opened. Raises: FolderError."""
-        with _told(self.location):
+        with self.translated_errors():
             found = self._inode if self._inode is None else _inode(self.location)
         if found != self._inode:
             raise FolderError(
                 f"{self.location} is another folder than it was",
                 "mount its file system again, or restart the gateway",
-            )
-
-    def _check_private(self) -> None:
-        found = self.location.stat()
-        if not stat.S_ISDIR(found.st_mode):
-            raise FolderError(f"{self.location} is no folder", "name another in batches.folder")
-        if found.st_mode & 0o077:
-            raise FolderError(
-                f"{self.location} is open to other users of this machine",
-                "chmod 700 it, or name another folder in batches.folder",
             )
 
     def _read_id(self) -> str | None:
@@ -344,7 +348,7 @@ class NewFile:
     size: int = 0  # bytes that were written
     _digest: hashlib._Hash = field(default_factory=hashlib.sha256)
     _next_step: int = STEP_BYTES
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
 
     @property
     def sha256(self) -> str:
@@ -373,7 +377,7 @@ class NewFile:
             if is_step := end >= self._next_step:
                 self.folder.check_room(max(0, end - os.fstat(descriptor).st_size))
                 self._next_step = end + STEP_BYTES
-            with _told(self.folder.location):
+            with self.folder.translated_errors():
                 write_whole(descriptor, data, offset, sync=sync or is_step)
             self._digest.update(data)
             self.size = end
@@ -385,7 +389,7 @@ class NewFile:
 
     def show(self) -> None:
         """Bring it to the disk under its name. Raises: FolderError."""
-        with self._lock, _told(self.folder.location):
+        with self._lock, self.folder.translated_errors():
             os.ftruncate(self._opened(), self.size)
             os.fsync(self._opened())
             self._temporary.replace(self.folder.path(self.name))
@@ -403,22 +407,20 @@ class NewFile:
             if self._descriptor is None:
                 return
             try:
-                with _told(self.folder.location):
+                with self.folder.translated_errors():
                     self._temporary.unlink(missing_ok=True)
             finally:
-                self._close()
+                self.close()
 
     def close(self) -> None:
         """End writing; called again, nothing."""
         with self._lock:
-            self._close()
-
-    def _close(self) -> None:
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            os.close(descriptor)
+            descriptor, self._descriptor = self._descriptor, None
+            if descriptor is not None:
+                os.close(descriptor)
 
 
+_LEFT_OVER = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -464,37 +466,6 @@ def _lock(descriptor: int) -> bool:
     return True
 
 
-def _remove_if_abandoned(path: Path) -> None:
-    """Remove a temporary file whose process has ended."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return
-    try:
-        if _lock(descriptor):
-            path.unlink(missing_ok=True)
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _told(location: Path) -> Iterator[None]:
-    """Turn the system's errors into those of the folder, but for a file that is missing."""
-    try:
-        yield
-    except FileNotFoundError:
-        if location.is_dir():
-            raise
-        raise FolderError(f"{location} is gone", "put it back, or restart the gateway") from None
-    except OSError as error:
-        message = f"{error.filename or location}: {error.strerror or error}"
-        if error.errno in _FULL:
-            raise FolderFull(message, "free space on the disk, or raise the quota") from None
-        if error.errno == errno.EIO:
-            raise FolderError(message, "look for errors of the disk in the system's log") from None
-        raise FolderError(message, "let the gateway's user write into the folder") from None
-
-
 THREADS = 4  # threads: more would not make a disk faster
 DISK_SECONDS = 120.0  # seconds that a caller waits for one piece of work
 P = ParamSpec("P")
@@ -522,11 +493,16 @@ class DiskThreads:
 
         `close` is called on a thread.
         """
+
+        def close_opened(job: Future[T]) -> None:
+            if not job.cancelled() and job.exception() is None:
+                close(job.result())
+
         job = self._pool.submit(work, *arguments)
         try:
             return await self._result(job)
         except BaseException:
-            job.add_done_callback(partial(_close_opened, close))
+            job.add_done_callback(close_opened)
             raise
 
     async def _result(self, job: Future[T]) -> T:
@@ -547,29 +523,22 @@ class DiskThreads:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _close_opened(close: Callable[[T], object], job: Future[T]) -> None:
-    if not job.cancelled() and job.exception() is None:
-        close(job.result())
-
-
 STEP_FILES = 500  # files that one job of the store looks at
 ADD_PAUSES = (0.2, 0.5, 1.0)  # seconds before a row is added to a silent store once more
 RETRY_AFTER = 5.0  # `Retry-After` in seconds while the store or the folder can't be used
 log = structlog.get_logger()
 
 
+@dataclass(slots=True, eq=False)
 class StorageTrouble:
     """Why work waits for the store or the folder, told in the log once, and again when it goes on.
 
     Such work is done again later. Several works may be told apart, of which `of` names one.
     """
 
-    def __init__(
-        self, warn: Callable[[str], None], resumed: Callable[[], None] = lambda: None
-    ) -> None:
-        """`warn` tells the log why work waits, `resumed` that it goes on."""
-        self._warn, self._resumed = warn, resumed
-        self.errors: dict[str, Exception] = {}  # of works that wait
+    warn: Callable[[str], None]  # tells the log why work waits
+    resumed: Callable[[], None] = lambda: None  # and that it goes on
+    errors: dict[str, Exception] = field(default_factory=dict)  # of works that wait
 
     @contextlib.contextmanager
     def told(self, of: str = "") -> Iterator[None]:
@@ -586,12 +555,12 @@ class StorageTrouble:
         known = {str(one) for one in self.errors.values()}
         self.errors[of] = error.with_traceback(None)  # what its frames hold may be large
         if str(error) not in known:
-            self._warn(str(error))
+            self.warn(str(error))
 
     def over(self, of: str = "") -> None:
         """This work was done."""
         if self.errors.pop(of, None) is not None:
-            self._resumed()
+            self.resumed()
 
 
 Job = Callable[Concatenate[Connection, P], T]  # what the store does, with its arguments
@@ -700,22 +669,14 @@ class Storage:
         `needed`: those that rows name, of some files. Raises: FolderError, StoreError; what is done
         by then stays done.
         """
-        old, gone = await self.threads.run(self._old_files, kind, self.now() - seconds), 0
+        before, gone = self.now() - seconds, 0
+        old = await self.threads.run(self.folder.old_files, kind, before)
         for start in range(0, len(old), STEP_FILES):
             # The rows after the files: who writes one closes it when its rows are in the store.
             some = set(old[start : start + STEP_FILES])
             for name in some - await self.read(needed, some):
                 gone += await self.delete(name)
         return gone
-
-    def _old_files(self, kind: str, before: float) -> list[str]:
-        """Names of such files, which nobody writes any more. Raises: FolderError."""
-        found = []
-        for one in self.folder.files(kind):
-            with contextlib.suppress(FileNotFoundError):
-                if one.changed_at < before and not self.folder.is_written(one.name):
-                    found.append(one.name)
-        return found
 
 
 @contextlib.contextmanager

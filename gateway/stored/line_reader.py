@@ -44,10 +44,6 @@ _WHITE_SPACE = b" \t\r"
 class TooManyLines(Exception):  # noqa: N818 - named for what it says of the file
     """The file has more lines than a batch may have."""
 
-    def __init__(self, most: int) -> None:
-        super().__init__(most)
-        self.most = most
-
 
 @dataclass(frozen=True, slots=True)
 class LineSpec:
@@ -145,44 +141,32 @@ class _Broken(Exception):  # noqa: N818 - what a line is
         self.code, self.message, self.param = code, message, param
 
 
+@dataclass(slots=True, eq=False)
 class LineChecker:
     """Makes requests and errors of a batch's lines, in their order."""
 
-    def __init__(self, endpoint: str, line_bytes: int) -> None:
-        self._endpoint = endpoint
-        self._line_bytes = line_bytes
-        self._seen: set[bytes] = set()  # digests of the `custom_id`s of all lines
+    endpoint: str
+    line_bytes: int
+    _seen: set[bytes] = field(default_factory=set)  # digests of the `custom_id`s of all lines
 
     def check(self, raw: RawLine) -> Line | None:
         """The line; None: it is empty."""
-        data = raw.data
-        if data is None:
-            error = _Broken(
-                "line_too_long",
-                f"The line has {raw.length} bytes, and may have {self._line_bytes} "
-                "('batches.line_bytes').",
-            )
-            return _error_of(raw, error, None, is_first=False)
+        data, custom_id, is_first = raw.data or b"", None, False
         start = len(BYTE_ORDER_MARK) * (raw.number == 1 and data.startswith(BYTE_ORDER_MARK))
         data = data[start:]
-        if not data.strip(_WHITE_SPACE):
+        if raw.data is not None and not data.strip(_WHITE_SPACE):
             return None
-        custom_id, is_first = None, False
         try:
-            fields = _fields_of(data)
+            fields = self._fields_of(raw, data)
             custom_id = _text(fields.custom_id)
             is_first = self._is_first(custom_id)
             checked_id = _checked_custom_id(fields.custom_id, custom_id)
-            body = self._checked_body(fields)
+            body = self._checked_body(fields, is_first=is_first)
         except _Broken as broken:
-            return _error_of(raw, broken, custom_id, is_first=is_first)
-        if not is_first:
-            error = _Broken(
-                "duplicate_custom_id",
-                "An earlier line has the same custom_id: give each line one of its own.",
-                "custom_id",
-            )
-            return _error_of(raw, error, custom_id, is_first=False)
+            return LineError(
+                raw.number, raw.offset, raw.length, custom_id, is_first,
+                broken.code, broken.message, broken.param,
+            )  # fmt: skip
         content = bytes(fields.body)
         size = measure_prompt(*body.prompt_parts())
         return LineSpec(
@@ -196,6 +180,24 @@ class LineChecker:
             prefix_of(body.prompt_parts()),
         )
 
+    def _fields_of(self, raw: RawLine, data: bytes) -> _Fields:
+        """Raises: _Broken."""
+        if raw.data is None:
+            raise _Broken(
+                "line_too_long",
+                f"The line has {raw.length} bytes, and may have {self.line_bytes} "
+                "('batches.line_bytes').",
+            )
+        message = "This line is not UTF-8."
+        try:
+            data.decode()
+            message = "This line is no JSON object with custom_id, method, url and body."
+            return _FIELDS.decode(data)
+        except (UnicodeDecodeError, msgspec.ValidationError):
+            raise _Broken("invalid_json_line", message) from None
+        except JSON_ERRORS:
+            raise _not_json() from None
+
     def _is_first(self, custom_id: str | None) -> bool:
         """Whether no earlier line has this `custom_id`, which is noted; False: there is none."""
         if custom_id is None or not _can_be_kept(custom_id):
@@ -206,18 +208,18 @@ class LineChecker:
         self._seen.add(digest)
         return True
 
-    def _checked_body(self, fields: _Fields) -> _Body:
+    def _checked_body(self, fields: _Fields, *, is_first: bool) -> _Body:
         """What its body asks for. Raises: _Broken."""
         for name in ("method", "url", "body"):
             if getattr(fields, name) is MISSING:
                 raise _missing(name)
         if _text(fields.method) != "POST":
             raise _Broken("invalid_method", "The method of each line must be 'POST'.", "method")
-        if _text(fields.url) != self._endpoint:
+        if _text(fields.url) != self.endpoint:
             raise _Broken(
                 "invalid_url",
                 "The URL provided for this request does not match the batch endpoint "
-                f"'{self._endpoint}'.",
+                f"'{self.endpoint}'.",
                 "url",
             )
         try:
@@ -229,6 +231,12 @@ class LineChecker:
         if bytes(memoryview(body.stream)[:5]) == b"true":
             raise _Broken(
                 "streaming_unsupported", "Streaming is not supported in a batch.", "body.stream"
+            )
+        if not is_first:
+            raise _Broken(
+                "duplicate_custom_id",
+                "An earlier line has the same custom_id: give each line one of its own.",
+                "custom_id",
             )
         return body
 
@@ -282,7 +290,7 @@ class LineReader:
                 self.rest()
             is_one_too_many = line is not None and self.total >= self.most_lines
             if is_one_too_many or raw.number > 2 * self.most_lines + MOST_EMPTY_LINES:
-                raise TooManyLines(self.most_lines)
+                raise TooManyLines
             if line is None:
                 continue
             self.total += 1
@@ -311,29 +319,6 @@ def prefix_of(parts: tuple[msgspec.Raw, ...]) -> int:
     return 0
 
 
-def _fields_of(data: bytes) -> _Fields:
-    """Raises: _Broken."""
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        raise _Broken("invalid_json_line", "This line is not UTF-8.") from None
-    try:
-        return _FIELDS.decode(data)
-    except msgspec.ValidationError:
-        raise _Broken(
-            "invalid_json_line", "This line is no JSON object with custom_id, method, url and body."
-        ) from None
-    except JSON_ERRORS:
-        raise _not_json() from None
-
-
-def _error_of(raw: RawLine, error: _Broken, custom_id: str | None, *, is_first: bool) -> LineError:
-    return LineError(
-        raw.number, raw.offset, raw.length, custom_id, is_first,
-        error.code, error.message, error.param,
-    )  # fmt: skip
-
-
 def _checked_custom_id(raw: msgspec.Raw, custom_id: str | None) -> str:
     """Raises: _Broken."""
     if raw is MISSING or custom_id == "":
@@ -357,12 +342,9 @@ def _can_be_kept(custom_id: str) -> bool:
 
 def _text(raw: msgspec.Raw) -> str | None:
     """The string; None: it is none."""
-    if raw is MISSING or bytes(memoryview(raw)[:1]) != b'"':
-        return None
-    try:
+    with suppress(*JSON_ERRORS):
         return TEXT_DECODER.decode(raw)
-    except JSON_ERRORS:
-        return None
+    return None
 
 
 def _most_tokens(body: _Body) -> int:

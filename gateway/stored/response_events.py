@@ -59,11 +59,6 @@ class Repetition:
             else:
                 self._expected.extend(alike)
 
-    @property
-    def done(self) -> bool:
-        """Whether all has been repeated."""
-        return not self._expected
-
     def new_part(self, value: JsonObject) -> JsonObject | None:
         """The part of the next event that is new, if any is. Raises: NotRepeated."""
         if not self._expected:
@@ -147,26 +142,14 @@ async def current_response(log: ResponseLog) -> JsonObject:
 
     Raises: FolderError, FileNotFoundError.
     """
-    last = await log.last_event()
-    found: JsonObject = {}
-    if last is not None and "response" in last:
-        found = last["response"]
-    else:
+    found: JsonObject = (await log.last_event() or {}).get("response") or {}
+    if not found:
         async for events in log.events():
-            for event in split_events(events):
-                value = event_data(event)
+            for value in map(event_data, split_events(events)):
                 if "response" not in value:
                     return found
                 found = value["response"]
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class BegunResponse:
-    """A response that an earlier run has begun, as far as it was kept."""
-
-    recorder: TranscriptRecorder
-    first_run: FirstRun
 
 
 class RunEnd(NamedTuple):
@@ -181,8 +164,6 @@ class RunEnd(NamedTuple):
 
 
 class _RunMark(msgspec.Struct):
-    """Where a response has begun."""
-
     model: str
     kind: str | None = None
 
@@ -198,7 +179,8 @@ class ResponseEvents:
     _response: JsonObject
     _now: Callable[[], float]
     _threads: DiskThreads
-    begun: BegunResponse | None = None  # what earlier runs have given of its output
+    begun: tuple[TranscriptRecorder, FirstRun] | None = None
+    """What earlier runs have given of its output, as far as it was kept, and where it began."""
     run_end: RunEnd | None = None
     """What the run has used that has ended the response; None: the log does not tell."""
     _items: list[str] = field(default_factory=list)  # their ids
@@ -249,7 +231,6 @@ class ResponseEvents:
         return events
 
     async def _read(self, most_text: int) -> None:
-        """Read what the log has."""
         recorder = TranscriptRecorder(read_response, most_text)
         first_run, first = FirstRun("", None), True
         async for events in self._log.events():
@@ -269,7 +250,7 @@ class ResponseEvents:
             self._places[id_] = len(self._items)
             self._items.append(id_)
         if self._items and not self.ended:
-            self.begun = BegunResponse(recorder, first_run)
+            self.begun = recorder, first_run
 
     @property
     def name(self) -> str:
@@ -311,11 +292,12 @@ class ResponseEvents:
         FolderError.
         """
         assert self.begun is not None
-        transcript = self.begun.recorder.transcript()
+        transcript = self.begun[0].transcript()
         if not greedy and (transcript.token_count or transcript.unresumable is not None):
             raise _interrupted(reason)
         pages = await self._pages()
-        self._repetition = await self._threads.run(_repetition, pages)
+        kept = (value for value in _values(pages) if value["type"] not in _LIFECYCLE_TYPES)
+        self._repetition = await self._threads.run(Repetition, kept)
         self._items.clear()
         self._places.clear()
         self.begun = None
@@ -430,7 +412,7 @@ class ResponseEvents:
             value = self._placed_item(value, item)
         elif "item_id" in value:
             value = self._placed(value, kind)
-        if self._repetition is None or self._repetition.done:
+        if self._repetition is None:
             return value
         try:
             return self._repetition.new_part(value)
@@ -438,7 +420,6 @@ class ResponseEvents:
             raise _interrupted("a second run has given another one") from None
 
     def _fails(self, error: JsonObject) -> None:
-        """The run ends with this error."""
         code, message = error.get("code"), error.get("message")
         self._error = str(code or "server_error"), str(message or "The node failed.")
 
@@ -448,24 +429,16 @@ class ResponseEvents:
         if value["type"] == "response.output_item.added" and node_id not in self._places:
             self._add_item(node_id, str(item.get("type")))
         index = self._places.get(node_id, max(0, len(self._items) - 1))
-        return {
-            "type": value["type"],
-            "sequence_number": 0,
-            "output_index": index,
-            "item": self._own_item(item, index),
-        }
+        fields = {"type": value["type"], "sequence_number": 0, "output_index": index}
+        return fields | {"item": self._own_item(item, index)}
 
     def _placed(self, value: JsonObject, kind: str) -> JsonObject:
         """An event about an item, under our id."""
         index = self._places.get(str(value["item_id"]), max(0, len(self._items) - 1))
         if index >= len(self._items):
             raise InvalidResponse("The node's stream begins within an item")
-        fields: JsonObject = {
-            "type": kind,
-            "sequence_number": 0,
-            "item_id": self._items[index],
-            "output_index": index,
-        }
+        fields: JsonObject = {"type": kind, "sequence_number": 0, "item_id": self._items[index]}
+        fields["output_index"] = index
         if kind.startswith(_CONTENT_EVENTS):
             fields["content_index"] = value.get("content_index") or 0
         if kind.startswith("response.output_text."):
@@ -540,12 +513,7 @@ def partial_output(values: Iterable[JsonObject]) -> list[JsonObject]:
 
 
 def _values(pages: list[bytes]) -> Iterator[JsonObject]:
-    """The data of the events in these pieces."""
     return (event_data(event) for events in pages for event in split_events(events))
-
-
-def _repetition(pages: list[bytes]) -> Repetition:
-    return Repetition(value for value in _values(pages) if value["type"] not in _LIFECYCLE_TYPES)
 
 
 def _interrupted(reason: str) -> GatewayError:

@@ -51,10 +51,6 @@ _HEAD = re.compile(
 class LogFull(Exception):  # noqa: N818 - said of the log
     """The log may not hold so much."""
 
-    def __init__(self, most: int) -> None:
-        super().__init__(f"The response takes more than {most} bytes (limits.response_bytes).")
-        self.most = most
-
 
 class LogEnded(Exception):  # noqa: N818 - said of the log
     """The log has its terminal event already."""
@@ -65,10 +61,6 @@ class LogBroken(FolderError):  # noqa: N818 - said of the log
 
     def __init__(self) -> None:
         super().__init__("the log is closed without an end", "follow it again from where it broke")
-
-
-class LogTaken(FolderError):  # noqa: N818 - said of the log
-    """Another process has written to the log."""
 
 
 class Extent(NamedTuple):
@@ -108,16 +100,14 @@ def scan_log(folder: Folder, name: str, known: Extent = NOTHING) -> Extent:
     extent, rest = known, b""
     with folder.open_to_read(name) as file, folder.translated_errors():
         while piece := os.pread(file.fileno(), PIECE_BYTES, extent.size + len(rest)):
-            data = rest + piece
-            end = data.rfind(b"\n\n") + 2
-            if end < 2:
-                rest = data
+            rest += piece
+            if (end := rest.rfind(b"\n\n") + 2) < 2:
                 continue
-            whole = data[: _valid_bytes(data[:end], extent.events)]
+            whole = rest[: _valid_bytes(rest[:end], extent.events)]
             extent = extent.grown(whole)
             if len(whole) < end:
                 break
-            rest = data[end:]
+            rest = rest[end:]
     return extent
 
 
@@ -159,29 +149,26 @@ class Write:
     """Whether they are to be on the disk, so that a loss of power does not lose them."""
 
 
-def write_log(folder: Folder, wanted: Write) -> None:
-    """Write at the end of the file. Raises: FileNotFoundError, FolderError, LogTaken.
+def write_logs(folder: Folder, writes: list[Write]) -> list[Exception | None]:
+    """Write at the ends of the files; returns what went wrong with each.
 
     After an error the file holds what it held before, or a part of an event behind it.
     """
-    with folder.descriptor(wanted.name, os.O_WRONLY) as descriptor:
-        if os.fstat(descriptor).st_size != wanted.offset:
-            raise LogTaken(
-                f"{folder.path(wanted.name)} has another size than this process has written",
-                "let one gateway at a time work on a folder's requests",
-            )
-        write_whole(descriptor, wanted.data, wanted.offset, sync=wanted.sync)
-
-
-def write_logs(folder: Folder, writes: list[Write]) -> list[Exception | None]:
-    """Do each of them; returns what went wrong with each."""
     results: list[Exception | None] = []
     for one in writes:
+        failure: Exception | None = None
         try:
-            write_log(folder, one)
-            results.append(None)
+            with folder.descriptor(one.name, os.O_WRONLY) as descriptor:
+                if os.fstat(descriptor).st_size == one.offset:
+                    write_whole(descriptor, one.data, one.offset, sync=one.sync)
+                else:
+                    failure = FolderError(
+                        f"{folder.path(one.name)} has another size than this process has written",
+                        "let one gateway at a time work on a folder's requests",
+                    )
         except (FolderError, FileNotFoundError) as error:
-            results.append(error)
+            failure = error
+        results.append(failure)
     return results
 
 
@@ -308,7 +295,7 @@ class ResponseLog:
         is_last = bool(values) and values[-1]["type"] in TERMINAL_TYPES
         most = self._logs.most_bytes()
         if not is_last and self.extent.size + self._pending_bytes + len(data) > most:
-            raise LogFull(most)
+            raise LogFull(f"The response takes more than {most} bytes (limits.response_bytes).")
         self.next_number, self.ending = number, is_last
         self.pending.append(data)
         self._pending_bytes += len(data)
@@ -343,10 +330,9 @@ class ResponseLog:
 
         Raises: FolderError, FileNotFoundError.
         """
-        if offset >= self.extent.size:
+        length, logs = min(READ_BYTES, self.extent.size - offset), self._logs
+        if length <= 0:
             return b""
-        length = min(READ_BYTES, self.extent.size - offset)
-        logs = self._logs
         return await logs.threads.run(logs.folder.read, self.name, offset, length)
 
     async def find(self, number: int) -> int | None:
@@ -397,13 +383,10 @@ class ResponseLog:
         offset, rest = await self.find(first), b""
         while offset is not None and (piece := await self.read(offset)):
             offset += len(piece)
-            data = rest + piece
-            end = data.rfind(b"\n\n") + 2
-            if end > 1:
-                yield data[:end]
-                rest = data[end:]
-            else:
-                rest = data
+            rest += piece
+            if (end := rest.rfind(b"\n\n") + 2) > 1:
+                yield rest[:end]
+                rest = rest[end:]
 
     async def stop_writing(self) -> None:
         """This process goes on with it no more; another may. Raises: FolderError."""
@@ -520,25 +503,21 @@ class ResponseLogs:
         Raises: FileNotFoundError, FolderError.
         """
         async with self._opening.setdefault(name, asyncio.Lock()):
-            return await self._opened(name, to_write=to_write)
-
-    async def _opened(self, name: str, *, to_write: bool) -> ResponseLog:
-        log = self._open.get(name)
-        if log is not None and not log.writers:
-            await self._look([log])
-        if log is None or log.broken:
-            extent = await self.threads.run(scan_log, self.folder, name)
-            log = ResponseLog(name, self, extent)
-            self._open[name] = log
-        if to_write:
-            extent = log.extent
-            if not log.writers:
-                # What a crash left of an event would be in the way.
-                await self.threads.run(truncate_log, self.folder, name, extent.size)
-            log.begin_writing(extent.events)
-        if self._closed:
-            log.close()
-        return log
+            log = self._open.get(name)
+            if log is not None and not log.writers:
+                await self._look([log])
+            if log is None or log.broken:
+                extent = await self.threads.run(scan_log, self.folder, name)
+                log = self._open[name] = ResponseLog(name, self, extent)
+            if to_write:
+                extent = log.extent
+                if not log.writers:
+                    # What a crash left of an event would be in the way.
+                    await self.threads.run(truncate_log, self.folder, name, extent.size)
+                log.begin_writing(extent.events)
+            if self._closed:
+                log.close()
+            return log
 
     async def delete(self, name: str) -> None:
         """Remove the file; if it is a log, those who follow it break. Raises: FolderError."""

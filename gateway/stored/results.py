@@ -16,6 +16,7 @@ import contextlib
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import structlog
@@ -41,22 +42,9 @@ from gateway.stored.line_reader import LineError
 from gateway.stored.runner import Outcome
 
 ANTHROPIC = "anthropic"  # the API of `/v1/messages/batches`; that of `/v1/batches` is `openai`
-EXPIRED_CODE, CANCELLED_CODE = "batch_expired", "batch_cancelled"
-EXPIRED_MESSAGE = "This request could not be executed before the completion window expired."
-CANCELLED_MESSAGE = "This request was not executed because the batch was cancelled."
-LOST_CODE = "result_lost"
-LOST_MESSAGE = "The result of this request can't be read any more."
 # What else `str.splitlines` takes for the end of a line and JSON allows, within strings alone.
 _LINE_ENDS = tuple((one.encode(), f"\\u{ord(one):04x}".encode()) for one in "\x85\u2028\u2029")
 _ANY_JSON = msgspec.json.Decoder(msgspec.Raw)
-
-
-def is_output(api: str, status: int | None) -> bool:
-    """Whether a result belongs into the output file; else into the error file.
-
-    `status`: None: there is no response.
-    """
-    return api == ANTHROPIC or (status is not None and status < 400)
 
 
 def response_line(
@@ -75,12 +63,8 @@ def response_line(
 
 def broken_line(id_: str, api: str, error: LineError) -> bytes:
     """The line of a line of the input that can't be run."""
-    told = {
-        "code": error.code,
-        "message": error.message,
-        "param": error.param,
-        "line": error.number,
-    }
+    told = {name: getattr(error, name) for name in ("code", "message", "param")}
+    told["line"] = error.number
     return _error_line(id_, error.custom_id, api, told, "errored", "invalid_request_error")
 
 
@@ -88,12 +72,14 @@ def unanswered_line(
     id_: str, custom_id: str | None, api: str, number: int | None, state: RequestState
 ) -> bytes:
     """The line of a request that has no result, and never will."""
+    code, type_ = "result_lost", "errored"
+    message = "The result of this request can't be read any more."
     if state is RequestState.EXPIRED:
-        code, message, type_ = EXPIRED_CODE, EXPIRED_MESSAGE, "expired"
+        code, type_ = "batch_expired", "expired"
+        message = "This request could not be executed before the completion window expired."
     elif state is RequestState.CANCELLED:
-        code, message, type_ = CANCELLED_CODE, CANCELLED_MESSAGE, "canceled"
-    else:
-        code, message, type_ = LOST_CODE, LOST_MESSAGE, "errored"
+        code, type_ = "batch_cancelled", "canceled"
+        message = "This request was not executed because the batch was cancelled."
     told: JsonObject = {"code": code, "message": message}
     if custom_id is None:
         told["line"] = number
@@ -115,10 +101,9 @@ def _error_line(
 def _anthropic_error(status: int, request_id: str, content: bytes) -> JsonObject:
     """The error of a response, in Anthropic's form whatever its own is."""
     message = ""
-    try:
+    found: Any = None
+    with contextlib.suppress(*JSON_ERRORS):
         found = VALUE_DECODER.decode(content)
-    except JSON_ERRORS:
-        found = None
     inner = found.get("error") if isinstance(found, dict) else None
     if isinstance(inner, dict):
         message = inner["message"] if isinstance(inner.get("message"), str) else ""
@@ -247,7 +232,8 @@ class LineResults:
         """Write and record results until cancelled."""
         while True:
             if not self.pending:
-                await self._rest()
+                await woken(self._arrived, IDLE_SECONDS if self._files else None)
+                self._close_files()
                 continue
             if self.pending < GROUP_RESULTS:
                 await asyncio.sleep(GROUP_SECONDS)
@@ -270,11 +256,6 @@ class LineResults:
         self._files.clear()
 
     # Steps.
-
-    async def _rest(self) -> None:
-        """Wait for results, and close files that nobody writes."""
-        await woken(self._arrived, IDLE_SECONDS if self._files else None)
-        self._close_files()
 
     async def _step(self) -> bool:
         """Write and record a group; returns whether all of it is recorded."""
@@ -369,12 +350,11 @@ class LineResults:
         self._group.remove(result)
         self._bytes -= result.size
         self._room.set()
-        if result.done.done():
-            return
-        if isinstance(end, bool):
-            result.done.set_result(end)
-        else:
-            result.done.set_exception(end)
+        if not result.done.done():
+            if isinstance(end, bool):
+                result.done.set_result(end)
+            else:
+                result.done.set_exception(end)
 
     def _failed(self, event: str, why: str) -> None:
         """Tell it once, until all results are kept again."""
@@ -403,14 +383,6 @@ class ResultReader:
     api: str
     keeps_all: bool = False
 
-    def line(self, row: StoredRow) -> tuple[bytes, bool]:
-        """The row's line, and whether it belongs into the output file. Raises: FolderError."""
-        line = self._recorded(row)
-        if line is not None:
-            return line, is_output(self.api, row.status)
-        line = unanswered_line(row.id, row.custom_id, self.api, row.number, row.state)
-        return line, is_output(self.api, None)
-
     def pieces(self, rows: Sequence[StoredRow]) -> Iterator[tuple[bytes, bool]]:
         """Lines of these rows in pieces, each with whether it belongs into the output file.
 
@@ -419,7 +391,11 @@ class ResultReader:
         lines: dict[bool, list[bytes]] = {True: [], False: []}
         sizes = Counter[bool]()
         for row in rows:
-            line, is_output = self.line(row)
+            line, status = self._recorded(row), row.status
+            if line is None:
+                line = unanswered_line(row.id, row.custom_id, self.api, row.number, row.state)
+                status = None
+            is_output = self.api == ANTHROPIC or (status is not None and status < 400)
             lines[is_output].append(line)
             sizes[is_output] += len(line)
             if sizes[is_output] >= READ_BYTES:

@@ -244,8 +244,6 @@ class RequestRunner:
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """One run of one stored request."""
-
     runner: RequestRunner
     stored: StoredRow
     priority: Priority
@@ -279,9 +277,15 @@ class _Run:
         runner, record, has_result = self.runner, self._record, False
         try:
             try:
-                status, header_lines, content = await self._result(body)
-            finally:
-                self._close()
+                status, header_lines, content = await self._respond(body)
+            except GatewayError as error:
+                status, header_lines, content = await self._result(error)
+            finally:  # Release everything but what the limits hold.
+                if self._response is not None and self._response.body_stream is not None:
+                    self._response.body_stream.close()
+                if self._in_flight is not None:
+                    runner.registry.remove(self._in_flight)
+                self.on_slot_free()
             usage = None if self._reservation is None else await self._usage(self._reservation)
             has_result = True
         except asyncio.CancelledError:
@@ -303,22 +307,17 @@ class _Run:
                 runner.tracing.forget(self.stored.id)
         return Outcome(status, header_lines, content, usage, record, record.reason)
 
-    async def _result(self, body: bytes) -> tuple[int, bytes, bytes]:
-        """Status, header lines and body. Raises: RowDeferred, RowExpired."""
+    async def _result(self, error: GatewayError) -> tuple[int, bytes, bytes]:
+        """What the error is as a result. Raises: RowDeferred, RowExpired."""
         record, api = self._record, self._api
-        if self._is_late():
-            raise RowExpired
-        try:
-            return await self._respond(body)
-        except GatewayError as error:
-            errors.drop_traceback(error)
-            record.fail(error.status, error.code)
-            self._check_waits(error.code, error.retry_after)
-            if self.sink is None or not self._sink_has_events:
-                content = api.error_body(error, record.x_request_id)
-                return error.status, client_response.JSON_HEADER_LINE, content
-            await self.sink.write(api.error_event(error, record.x_request_id))
-            return error.status, b"", b""
+        errors.drop_traceback(error)
+        record.fail(error.status, error.code)
+        self._check_waits(error.code, error.retry_after)
+        if self.sink is None or not self._sink_has_events:
+            content = api.error_body(error, record.x_request_id)
+            return error.status, client_response.JSON_HEADER_LINE, content
+        await self.sink.write(api.error_event(error, record.x_request_id))
+        return error.status, b"", b""
 
     def _check_waits(self, code: str, retry_after: float | None) -> None:
         """Check that an error of this code is a result. Raises: RowDeferred, RowExpired."""
@@ -335,7 +334,9 @@ class _Run:
     # The request.
 
     async def _respond(self, body: bytes) -> tuple[int, bytes, bytes]:
-        """The response of a node. Raises: GatewayError, RowDeferred."""
+        """Status, header lines and body. Raises: GatewayError, RowDeferred, RowExpired."""
+        if self._is_late():
+            raise RowExpired
         runner, stored, record = self.runner, self.stored, self._record
         route, settings = ROUTES.get(stored.path), runner.settings
         if route is None or route.multipart or not route.takes_slot:
@@ -390,7 +391,7 @@ class _Run:
         sink.measured_by(self._measure)
         if (begun := sink.begun) is not None:
             try:
-                response = await forwarder.resume(in_flight, begun.recorder, begun.first_run)
+                response = await forwarder.resume(in_flight, *begun)
             except NotResumable as failure:
                 errors.drop_traceback(failure)
                 body = next(iter(in_flight.request.bodies.values()))
@@ -470,14 +471,6 @@ class _Run:
 
     # The end.
 
-    def _close(self) -> None:
-        """Release everything but what the limits hold."""
-        if self._response is not None and self._response.body_stream is not None:
-            self._response.body_stream.close()
-        if self._in_flight is not None:
-            self.runner.registry.remove(self._in_flight)
-        self.on_slot_free()
-
     async def _usage(self, reservation: Reservation) -> UsageRow:
         """What the request has used, once that is known. Raises: RowDeferred."""
         known: asyncio.Future[UsageRow] = asyncio.get_running_loop().create_future()
@@ -503,10 +496,11 @@ class HeldRow:
 
     row: StoredRow
     task: asyncio.Task[None] | None = field(default=None, kw_only=True)
+    recording: bool = field(default=False, kw_only=True)
 
     def has_result(self) -> bool:
         """Whether it has a result, which is being recorded."""
-        return False
+        return self.recording
 
 
 H = TypeVar("H", bound=HeldRow)
@@ -579,12 +573,11 @@ class RowRuns(Generic[H]):
 
     async def _body(self, row: StoredRow) -> bytes | None:
         """The body of a row; None: its file is gone. Raises: RowDeferred, if it can't be read."""
-        storage, body = self.leases.storage, None
+        storage, where = self.leases.storage, (row.place, row.offset, row.length)
         try:
-            with contextlib.suppress(FileNotFoundError):
-                body = await storage.threads.run(
-                    storage.folder.read, row.place, row.offset, row.length
-                )
+            body = await storage.threads.run(storage.folder.read, *where)
+        except FileNotFoundError:
+            body = None
         except FolderError as error:
             self._trouble.tell(error, "bodies")
             raise RowDeferred(str(error), AWAY_SECONDS) from None
@@ -604,11 +597,9 @@ class RowRuns(Generic[H]):
             self.leases.put_back([held.row.id], self.now())
 
     def _let_go(self, held: H) -> None:
-        """The run has ended."""
         self._forget(held)
 
     def _forget(self, held: H) -> None:
-        """The row is held no more."""
         self._held.pop(held.row.id, None)
         if not self._held:
             self._none_held.set()

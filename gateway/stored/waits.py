@@ -153,9 +153,12 @@ class BatchWaits:
         starts_at, targets = None if wait is None else wait.until, self._targets_of(batch)
         if batch.state.ended or self._is_elsewhere(batch):
             return wait, Ahead(starts_at)
-        if wait is not None and starts_at is None:
-            begins = (self._begins_at(wait.reason, one) for one in targets)
-            starts_at = min((one for one in begins if one is not None), default=None)
+        if wait is not None and wait.reason in {"callers_first", "other_batches"}:
+            # When a line is expected to get a slot, as far as what runs and waits now tells.
+            for seconds in HORIZONS:
+                if any(rows_to_offer(self.feeder.room(one, seconds), 0) > 0 for one in targets):
+                    starts_at = self.now() + seconds
+                    break
         # Of several models all nodes: each works on some of its lines.
         nodes = [self.nodes_of(one) for one in targets]
         return wait, Ahead(
@@ -195,15 +198,6 @@ class BatchWaits:
             return found
         target = self.feeder.runner.target_of(batch.owner, batch.endpoint, batch.model)
         return set() if target is None else {target}
-
-    def _begins_at(self, reason: str, target: RequestTarget) -> float | None:
-        """When a line is expected to get a slot, as far as what runs and waits now tells."""
-        if reason not in {"callers_first", "other_batches"}:
-            return None
-        for seconds in HORIZONS:
-            if rows_to_offer(self.feeder.room(target, seconds), 0) > 0:
-                return self.now() + seconds
-        return None
 
 
 def _may_run(batch: Batch) -> bool:

@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpcore  # noqa: F401 - httpx would import it on the event loop: 30 ms
 import httpx
@@ -59,7 +59,7 @@ from gateway.store.failures import StoreError
 from gateway.store.schema import webhook_deliveries as deliveries
 from gateway.store.store import Store, woken
 from gateway.stored.batch_rows import Batch
-from gateway.stored.claims import BatchState, ResponseEnd, StoredRow, unlocked
+from gateway.stored.claims import ResponseEnd, StoredRow, unlocked
 from gateway.stored.folder import job
 from gateway.transport.errors import ConnectFailed
 from gateway.transport.resolver import Resolver
@@ -67,11 +67,11 @@ from gateway.transport.resolver import Resolver
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
+@dataclass(frozen=True, slots=True)
 class WebhookTargets:
     """The receivers of the settings in force, which `settings` gives. Any thread may ask."""
 
-    def __init__(self, settings: Callable[[], WebhookSettings]) -> None:
-        self._settings = settings
+    settings: Callable[[], WebhookSettings]
 
     def check(self, owner: str, group: str | None, url: object) -> str:
         """A `webhook_url` that a request of this key names, in the form that is to be stored.
@@ -102,7 +102,7 @@ class WebhookTargets:
         """
         found = [
             target.parsed_url
-            for target in self._settings().targets
+            for target in self.settings().targets
             if not target.named_only and target.is_for(owner, group) and target.wants(event)
         ]
         with contextlib.suppress(ValueError):
@@ -117,7 +117,7 @@ class WebhookTargets:
         """The target whose secrets sign events of this key for the URL; None: there is none now."""
         covering = [
             target
-            for target in self._settings().targets
+            for target in self.settings().targets
             if target.is_for(owner, group) and target.parsed_url.covers(url)
         ]
         return max(covering, key=lambda target: len(target.parsed_url.path), default=None)
@@ -192,14 +192,16 @@ def signatures(secrets: Sequence[str], id_: str, timestamp: int, body: str) -> s
     return " ".join(f"v1,{base64.b64encode(digest).decode()}" for digest in digests)
 
 
+@dataclass(slots=True, eq=False)
 class WebhookPoster:
-    """Posts events. `now` gives Unix seconds."""
+    """Posts events."""
 
-    def __init__(self, resolver: Resolver, now: Callable[[], float]) -> None:
-        self._resolver = resolver
-        self._now = now
-        self._trusted: dict[Path | None, tuple[tuple[int, int], ssl.SSLContext]] = {}
-        """By the file of certificate authorities, with its time and size when it was read."""
+    resolver: Resolver
+    now: Callable[[], float]  # Unix seconds
+    _trusted: dict[Path | None, tuple[tuple[int, int], ssl.SSLContext]] = field(
+        default_factory=dict
+    )
+    """By the file of certificate authorities, with its time and size when it was read."""
 
     async def post(
         self, target: WebhookTarget, url: WebhookUrl, id_: str, body: str, timeout: float
@@ -221,7 +223,7 @@ class WebhookPoster:
         timeout: float,
     ) -> PostResult:
         try:
-            addresses = await self._resolver.addresses(url.host, timeout)
+            addresses = await self.resolver.addresses(url.host, timeout)
         except ConnectFailed as error:
             return PostResult(None, str(error))
         # One address that is not allowed is enough: such a name is not what it was listed for.
@@ -239,7 +241,7 @@ class WebhookPoster:
                 why = f"its certificate authorities can't be read: {_words(error)}"
                 return PostResult(None, why)
             self._trusted[target.ca], context = found, found[1]
-        timestamp = int(self._now())
+        timestamp = int(self.now())
         secrets = [secret.get_secret_value() for secret in target.secrets]
         headers = {
             "host": url.host_field,
@@ -265,7 +267,7 @@ class WebhookPoster:
             except httpx.TransportError as error:
                 # Not its text, which may repeat what the receiver has sent.
                 return PostResult(None, f"no valid answer ({type(error).__name__})")
-        self._resolver.connect_failed(url.host)
+        self.resolver.connect_failed(url.host)
         return result
 
     async def _send(
@@ -277,7 +279,12 @@ class WebhookPoster:
             limit.reschedule(None)
             with contextlib.suppress(httpx.TransportError, TimeoutError):
                 async with asyncio.timeout(READ_SECONDS):
-                    await _read_some(response)
+                    assert isinstance(response.stream, httpx.AsyncByteStream)
+                    read = 0
+                    async for piece in response.stream:
+                        read += len(piece)
+                        if read >= MOST_READ:
+                            break
             with contextlib.suppress(httpx.TransportError):
                 await response.aclose()
         status = response.status_code
@@ -286,7 +293,7 @@ class WebhookPoster:
         error = f"status {status}"
         if 300 <= status < 400:
             error += ", a redirect, which is not followed"
-        wait = retry_after_seconds(response.headers.get("retry-after", ""), self._now())
+        wait = retry_after_seconds(response.headers.get("retry-after", ""), self.now())
         return PostResult(status, error, wait)
 
 
@@ -300,16 +307,6 @@ def _load_context(
     if known is not None and known[0] == stamp:
         return known
     return stamp, ssl.create_default_context(cafile=None if ca is None else str(ca))
-
-
-async def _read_some(response: httpx.Response) -> None:
-    stream = response.stream
-    assert isinstance(stream, httpx.AsyncByteStream)
-    read = 0
-    async for piece in stream:
-        read += len(piece)
-        if read >= MOST_READ:
-            return
 
 
 def _words(error: Exception) -> str:
@@ -398,21 +395,12 @@ def add_deliveries(
     return [one.id for one in made]
 
 
-class WaitingOrigin(NamedTuple):
-    """What waits for the receivers of one origin."""
-
-    origin: str
-    number: int
-    next_at: float  # when the first of them is due
-
-
-def waiting_origins(connection: Connection) -> list[WaitingOrigin]:
-    """What waits for which origin; the one that has been due for longest comes first."""
+def waiting_origins(connection: Connection) -> list[tuple[str, int, float]]:
+    """What waits: its origin, how many, when the first is due; the one due for longest is first."""
     first = func.min(deliveries.c.next_at)
-    asked = select(deliveries.c.origin, func.count(), first)
-    asked = asked.where(_WAITS)
-    found = connection.execute(asked.group_by(deliveries.c.origin).order_by(first)).all()
-    return [WaitingOrigin(*row) for row in found]
+    asked = select(deliveries.c.origin, func.count(), first).where(_WAITS)
+    found = connection.execute(asked.group_by(deliveries.c.origin).order_by(first))
+    return [(origin, number, next_at) for origin, number, next_at in found]
 
 
 def claim_deliveries(
@@ -465,33 +453,21 @@ def remove_ended(connection: Connection, before: float, limit: int) -> int:
     return len(ids)
 
 
-_BATCH_EVENTS = {
-    BatchState.COMPLETED: "batch.completed",
-    BatchState.FAILED: "batch.failed",
-    BatchState.EXPIRED: "batch.expired",
-    BatchState.CANCELLED: "batch.cancelled",
-}
-
-
+@dataclass(slots=True, eq=False)
 class WebhookEvents:
-    """Records what is to be delivered. Its methods are parts of jobs of the store.
+    """Records what is to be delivered. Its methods are parts of jobs of the store."""
 
-    `now` gives Unix seconds.
-    """
-
-    def __init__(self, targets: WebhookTargets, now: Callable[[], float]) -> None:
-        self._targets = targets
-        self._now = now
-        self.recorded = 0
-        """Deliveries that jobs have added; those of a job that fails are counted, too."""
+    targets: WebhookTargets
+    now: Callable[[], float]  # Unix seconds
+    recorded: int = 0
+    """Deliveries that jobs have added; those of a job that fails are counted, too."""
 
     def batch_ended(self, connection: Connection, batch: Batch) -> None:
         """A batch of either API has ended."""
-        type_ = _BATCH_EVENTS.get(batch.state)
-        if type_ is not None:
-            ended_at = self._now() if batch.ended_at is None else batch.ended_at
-            event = WebhookEvent(type_, batch.id, batch.owner, batch.group_name, ended_at)
-            self._add(connection, event, batch.webhook_url)
+        type_, ended_at = f"batch.{batch.state}", batch.ended_at
+        assert ended_at is not None
+        event = WebhookEvent(type_, batch.id, batch.owner, batch.group_name, ended_at)
+        self._add(connection, event, batch.webhook_url)
 
     def response_ended(
         self, connection: Connection, row: StoredRow, end: ResponseEnd, ended_at: float
@@ -506,12 +482,12 @@ class WebhookEvents:
         type_ = "quota.spent" if quota.spent else "quota.near"
         key, group = (quota.id if one.kind == kind else None for kind in ("key", "group"))
         figures = {**one.as_json(), "key": key, "name": name, "group": group}
-        event = WebhookEvent(type_, quota.name, key or "", group, self._now(), figures)
+        event = WebhookEvent(type_, quota.name, key or "", group, self.now(), figures)
         self._add(connection, event, None)
 
     def _add(self, connection: Connection, event: WebhookEvent, named: str | None) -> None:
-        urls = self._targets.receivers(event.owner, event.group_name, event.type, named)
-        self.recorded += len(add_deliveries(connection, urls, event, self._now()))
+        urls = self.targets.receivers(event.owner, event.group_name, event.type, named)
+        self.recorded += len(add_deliveries(connection, urls, event, self.now()))
 
 
 # Seconds between the attempts, about as Standard Webhooks proposes; the last is repeated.
@@ -608,7 +584,12 @@ class WebhookSender:
                     next_at = self.now() + self.poll_seconds
                 await woken(self._woken, min(max(0.01, next_at - self.now()), IDLE_SECONDS))
         finally:
-            await self._close()
+            # Attempts may end; others try again what does not, when its lease is over.
+            if self._running:
+                await asyncio.wait(self._running, timeout=self.close_seconds)
+            for task in (tasks := list(self._running)):
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _news(self) -> tuple[int, int] | None:
         return None if self.recorded is None else (self.store.changes, self.recorded())
@@ -630,15 +611,17 @@ class WebhookSender:
         origins = await self.store.run(waiting_origins, write=False)
         self._none_since = None if origins else news
         self._next_look = now + IDLE_SECONDS
-        self.waiting = sum(origin.number for origin in origins)
+        self.waiting = sum(number for _, number, _ in origins)
         places = self._places(origins, now)
         if places:
             until = now + self.settings().timeout + LEASE_MARGIN
             for delivery in await self.store.run(job(claim_deliveries, places, now, until)):
-                self._begin(delivery)
+                task = asyncio.create_task(self._attempt(delivery), name=f"deliver {delivery.id}")
+                self._running[task] = delivery
+                task.add_done_callback(self._ended)
         return now + self._pause(len(origins))
 
-    def _places(self, origins: Sequence[WaitingOrigin], now: float) -> dict[str, int]:
+    def _places(self, origins: Sequence[tuple[str, int, float]], now: float) -> dict[str, int]:
         """How many deliveries of which origin may begin now."""
         self._paused = {origin: end for origin, end in self._paused.items() if end > now}
         under_way = Counter(delivery.origin for delivery in self._running.values())
@@ -654,11 +637,6 @@ class WebhookSender:
                 places[origin] = number
                 free -= number
         return places
-
-    def _begin(self, delivery: Delivery) -> None:
-        task = asyncio.create_task(self._attempt(delivery), name=f"deliver {delivery.id}")
-        self._running[task] = delivery
-        task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         delivery = self._running.pop(task)
@@ -699,25 +677,11 @@ class WebhookSender:
         outcome = state.value if next_at is None else "failed"
         self.bus.publish(WebhookAttempted(outcome))
         # Never the URL's path, which may be a secret.
-        told: dict[str, Any] = {
-            "outcome": outcome,
-            "delivery": delivery.id,
-            "type": delivery.event,
-            "object": delivery.object_id,
-            "receiver": delivery.origin,
-            "attempt": delivery.attempts,
-        }
-        if result.error is not None:
-            told["why"] = result.error
+        told: dict[str, Any] = {} if result.error is None else {"why": result.error}
         if next_at is not None:
             told["retry_in"] = round(next_at - self.now(), 1)
         tell = log.info if result.error is None else log.warning
-        tell("webhook", **told)
-
-    async def _close(self) -> None:
-        """Let attempts end; others try again what does not, when its lease is over."""
-        if self._running:
-            await asyncio.wait(self._running, timeout=self.close_seconds)
-        for task in (tasks := list(self._running)):
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        tell(
+            "webhook", outcome=outcome, delivery=delivery.id, type=delivery.event,
+            object=delivery.object_id, receiver=delivery.origin, attempt=delivery.attempts, **told,
+        )  # fmt: skip

@@ -22,7 +22,7 @@ from gateway.store.database import (
     connect,
     disconnect,
     locate_store,
-    migrate,
+    make_tables,
     transaction,
 )
 from gateway.store.failures import StoreError
@@ -66,7 +66,8 @@ def using(
     connection = connect(location, lambda _: None)
     try:
         if program is not None:
-            migrate(connection, program, 1.0)
+            with transaction(connection):
+                make_tables(connection, program, 1.0)
         with transaction(connection, write=write):
             yield connection
     finally:

@@ -543,7 +543,7 @@ def test_the_same_text_passes_however_it_is_cut_and_no_other() -> None:
     for seen in range(1, 5):
         repetition = Repetition(a_run("one ", "te", "xt")[:seen])
         parts = [repetition.new_part(value) for value in a_run("on", "e t", "ext")]
-        assert repetition.done
+        assert repetition.new_part(END) == END
         said = "".join(part.get("delta", "") for part in parts if part is not None)
         assert said == "one text".removeprefix("".join(("one ", "te", "xt")[: seen - 1]))
     for seen, other in ((2, "other text"), (9, "one"), (9, "one text more")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import stat
 import subprocess
 import sys
@@ -48,8 +49,8 @@ def test_a_file_appears_whole_under_its_name_and_for_its_owner_alone(tmp_path: P
     assert stat.S_IMODE(folder.path(new.name).stat().st_mode) == 0o600
     assert stat.S_IMODE(folder.location.stat().st_mode) == 0o700
     assert folder.read(new.name, 4, 2) == b"tw"
-    assert [(f.name, f.size) for f in folder.files("file")] == [(new.name, 7)]
-    assert list(folder.files("spool")) == []
+    assert folder.old_files("file", math.inf) == [new.name]
+    assert folder.old_files("spool", math.inf) == folder.old_files("file", 0.0) == []
     new.discard()  # It is finished already.
     assert folder.delete(new.name)
     assert not folder.delete(new.name)

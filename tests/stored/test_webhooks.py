@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +145,7 @@ def test_old_ended_deliveries_are_removed_and_waiting_ones_never(store: Store) -
     store.run_now(job(record_attempt, claimed, DeliveryState.REFUSED, NOW, "status 410"))
     assert store.run_now(lambda c: remove_ended(c, NOW, 10)) == 0
     assert store.run_now(lambda c: remove_ended(c, NOW + 1, 10)) == 1
-    assert [one.origin for one in store.run_now(waiting_origins)] == [A.origin]
+    assert [origin for origin, _, _ in store.run_now(waiting_origins)] == [A.origin]
 
 
 def told(store: Store) -> list[tuple[str, str, str, float, float]]:
@@ -174,7 +173,6 @@ def test_a_batch_is_told_once_it_has_ended_to_all_and_to_whom_it_names(
 
     with pytest.raises(RuntimeError):
         store.run_now(job)
-    store.run_now(lambda c: events.batch_ended(c, replace(ended, state=BatchState.IN_PROGRESS)))
     assert told(store) == []
     for _ in range(2):
         store.run_now(lambda c: events.batch_ended(c, ended))
@@ -276,8 +274,8 @@ async def test_a_slow_receiver_delays_nobody_elses_events(store: Store) -> None:
             assert set(place.outcomes) == {"delivered"}
             assert slow.connections == MOST_OF_ORIGIN
         # Those that were cut by the end are due at once, for another process.
-        (left,) = store.run_now(waiting_origins)
-        assert (left.number, left.next_at <= time.time()) == (2 * MOST_OF_ORIGIN, True)
+        ((_, left, next_at),) = store.run_now(waiting_origins)
+        assert (left, next_at <= time.time()) == (2 * MOST_OF_ORIGIN, True)
 
 
 def next_try(

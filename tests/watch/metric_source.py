@@ -16,9 +16,9 @@ from gateway.watch.metrics import ClusterSample, EdgeSample, MetricsPage
 
 EDGES = [EdgeSample("edge-1", 7, True, 1, 1, 0.1, 1.0, 1 << 20, 9.0)]
 CLUSTER = ClusterSample("prod", "a", "leader", 9.0, 1, "a", (), (), (), 0)
-COUNTS = SimpleNamespace(
-    batches={"completed": 1}, outcomes={"done": 1}, waiting={"line": 1}, deferred=1, retried=1,
-    oldest=1.0,
+FEEDER = SimpleNamespace(
+    waiting=SimpleNamespace(batches={"completed": 1}, kinds={"line": 1}, oldest=1.0),
+    outcomes={"done": 1}, deferred=1, retried=1, running=1, claimed=1,
 )  # fmt: skip
 QUOTA = LimitStanding("key", "budget", "month", 100.0, 83.0, 0.0, None)
 
@@ -57,7 +57,7 @@ def add_batches(page: MetricsPage) -> None:
     """Add what is told of work that callers need not wait for."""
     folder = SimpleNamespace(refusals=0, full=None)
     work: Any = SimpleNamespace(
-        feeder=SimpleNamespace(counts=COUNTS, running=1, claimed=1),
+        feeder=FEEDER,
         files=SimpleNamespace(storage=SimpleNamespace(folder=folder)),
         webhook_sender=SimpleNamespace(waiting=0),
         _results=SimpleNamespace(problem=None),
