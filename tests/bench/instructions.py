@@ -49,23 +49,23 @@ import asyncio, signal, sys
 from gateway import events
 from gateway.callers import ledger
 from gateway.schedule import lease_service
-from gateway.store.store import Store, StoreWorker
+from gateway.store import store
 from gateway.transport.connection import TurnLimit
-sleep, timeout, rest = asyncio.sleep, asyncio.timeout, StoreWorker._rest
+sleep, timeout, woken = asyncio.sleep, asyncio.timeout, store.woken
 def stop(*_):
     asyncio.sleep = lambda delay, *result: sleep(
         delay if delay < {SHORTEST_STOPPED} else {STOPPED}, *result)
     asyncio.timeout = lambda delay: timeout(
         delay if delay is not None and delay < {SHORTEST_STOPPED} else None)
-    StoreWorker._rest = lambda worker, seconds: rest(
-        worker, seconds if seconds < {SHORTEST_STOPPED} else {STOPPED})
+    store.woken = lambda event, seconds: woken(
+        event, seconds if seconds < {SHORTEST_STOPPED} else {STOPPED})
 signal.signal(signal.SIGUSR1, stop)  # by then the gateway is ready, for which it must wait
 # What is done so many times a second is done by number alone.
 events.DEFER_SECONDS = {STOPPED}
 ledger.FLUSH_SECONDS = ledger.RECOVERY_SECONDS = ledger.HEARTBEAT_SECONDS = {STOPPED}
 ledger.JOURNALED_WITHIN = {10 * STOPPED}  # the time until the next flush is subtracted
 lease_service.SPEED_SAMPLE_INTERVAL = 0.0  # each request is a sample
-Store.__init__.__kwdefaults__.update(check_seconds={STOPPED}, look_seconds={STOPPED})
+store.Store.__init__.__kwdefaults__.update(check_seconds={STOPPED}, look_seconds={STOPPED})
 TurnLimit.__init__.__kwdefaults__["seconds"] = {STOPPED}
 make = ledger.Ledger.__init__
 ledger.Ledger.__init__ = lambda self, *values, **named: make(
