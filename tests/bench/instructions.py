@@ -40,6 +40,7 @@ WINDOW_SECONDS = 1.0
 """Between the last request and the count: log and store have done their part by then."""
 
 FLUSH_ROWS = 25  # rows that the ledger writes at once at 100 requests a second
+DEFERRED = 10  # deferred work done at once then: two pieces of each request, 20 times a second
 SETTLE_SECONDS = 5.0
 """Seconds after clocks have been stopped: most waits are over by then."""
 STOPPED = 1e6
@@ -61,7 +62,7 @@ def stop(*_):
         event, seconds if seconds < {SHORTEST_STOPPED} else {STOPPED})
 signal.signal(signal.SIGUSR1, stop)  # by then the gateway is ready, for which it must wait
 # What is done so many times a second is done by number alone.
-events.DEFER_SECONDS = {STOPPED}
+events.DEFER_SECONDS, events.MOST_DEFERRED = {STOPPED}, {DEFERRED}
 ledger.FLUSH_SECONDS = ledger.RECOVERY_SECONDS = ledger.HEARTBEAT_SECONDS = {STOPPED}
 ledger.JOURNALED_WITHIN = {10 * STOPPED}  # the time until the next flush is subtracted
 lease_service.SPEED_SAMPLE_INTERVAL = 0.0  # each request is a sample
